@@ -62,6 +62,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "gemm_cuda": bench_gemm_cuda.gemm,
     "blockwise_cuda": bench_blockwise_cuda.blockwise,
     "mxfp4_cuda": bench_mxfp4_cuda.mxfp4,
+    "quantize_mxfp4_cuda": bench_mxfp4_cuda.quantize,
     "decode_cuda": bench_decode_cuda.decode,
     "scales_cuda": bench_gemm_cuda.scales,
     "epilogue_cuda": bench_gemm_cuda.epilogue,

@@ -24,8 +24,12 @@ from te_mx.nn import activations
 STEPS = [(16384, 4096), (16384, 14336)]  # tokens, columns
 MODULES = [(16384, 4096, 14336)]  # tokens, hidden size, ffn hidden size
 BF16 = torch.bfloat16
-SPEC = "mxfp8_e4m3@sm90:8"  # as the modules ask on Hopper
-WANTED = Wanted(SPEC, SPEC, "rceil")
+MX, LOW = "mxfp8_e4m3@sm90:8", "fp8_e4m3_1x128"
+WANTED = {  # as the modules ask on Hopper under each recipe
+    "MXFP8": Wanted(MX, MX, "rceil"),
+    "Float8Block": Wanted(f"{LOW}@sm90_factors", f"{LOW}@sm90:8", "pow2"),
+    "DeepSeekV3": Wanted(f"{LOW}@sm90_factors", f"{LOW}@sm90_factors", "fp32"),
+}
 NOT_SLOWER = Target(1.0, None)
 
 
@@ -40,14 +44,19 @@ class Case(NamedTuple):
     apart: Callable[[int], object]
 
 
-def _quantized(z: Tensor, col_sum: bool = False) -> ops.Quantized:
-    return ops.quantize_2d(z, SPEC, SPEC, col_sum=col_sum)
+def _apart(wanted: Wanted) -> Callable[..., ops.Quantized]:
+    """The quantizer alone."""
+
+    def quantized(z: Tensor, col_sum: bool = False) -> ops.Quantized:
+        return ops.quantize_2d(z, wanted.row, wanted.col, rule=wanted.rule, col_sum=col_sum)
+
+    return quantized
 
 
 def steps(context: GpuContext) -> Iterator[Row]:
     """Each fused step against torch's function and the quantizer, and against a device copy."""
     for m, k in context.pick(STEPS, [(256, 384)]):
-        for case in _cases(context, m, k):
+        for case in _all_cases(context, m, k):
             nbytes = case.moved * m * k
             source = torch.ones(nbytes // 2, dtype=torch.uint8, device=context.device)
             target = torch.zeros_like(source)  # a copy reads and writes its size
@@ -68,7 +77,17 @@ def steps(context: GpuContext) -> Iterator[Row]:
             yield Row(*ours, *rate, "device copy of as many bytes", times.ratio("copy", "ours"))
 
 
-def _cases(context: GpuContext, m: int, k: int) -> Iterator[Case]:
+def _all_cases(context: GpuContext, m: int, k: int) -> Iterator[Case]:
+    for recipe, wanted in WANTED.items():
+        for case in _cases(context, m, k, wanted):
+            if recipe == "MXFP8":
+                yield case
+            elif "quant" in case.name:
+                yield case._replace(name=f"{case.name} {recipe}")
+
+
+def _cases(context: GpuContext, m: int, k: int, target: Wanted) -> Iterator[Case]:
+    quantized = _apart(target)
     sets = context.sets(4 * m * k)
     hs = [context.randn(m, 2 * k, seed=i) for i in range(sets)]
     xs = [context.randn(m, k, seed=-1 - i) for i in range(sets)]
@@ -84,32 +103,32 @@ def _cases(context: GpuContext, m: int, k: int) -> Iterator[Case]:
         return hs[i % sets]
 
     def norm(i: int, bias: Tensor | None, which: Norm) -> object:
-        return norm_quantize_2d(NormStep(x(i), weight, bias, which, BF16, False, WANTED))
+        return norm_quantize_2d(NormStep(x(i), weight, bias, which, BF16, False, target))
 
     def act(of: Tensor, which: Activation, grad: Tensor | None = None) -> object:
-        wanted = WANTED if grad is None else WANTED._replace(col_sum=True)
+        wanted = target if grad is None else target._replace(col_sum=True)
         return act_quantize_2d(ActStep(of, grad, which, BF16, False, wanted))
 
     yield Case(
         "layernorm+quant", 4, 4, lambda i: norm(i, weight, layer),
-        lambda i: _quantized(F.layer_norm(x(i), (k,), low, low)),
+        lambda i: quantized(F.layer_norm(x(i), (k,), low, low)),
     )  # fmt: skip
     yield Case(
         "rmsnorm+quant", 4, 4, lambda i: norm(i, None, rms),
-        lambda i: _quantized(F.rms_norm(x(i), (k,), low, 1e-5)),
+        lambda i: quantized(F.rms_norm(x(i), (k,), low, 1e-5)),
     )  # fmt: skip
-    yield Case("silu+quant", 4, 4, lambda i: act(x(i), silu), lambda i: _quantized(F.silu(x(i))))
+    yield Case("silu+quant", 4, 4, lambda i: act(x(i), silu), lambda i: quantized(F.silu(x(i))))
     yield Case(
         "swiglu+quant", 6, 8, lambda i: act(h(i), swiglu),
-        lambda i: _quantized(activations.plain(h(i), swiglu)),
+        lambda i: quantized(activations.plain(h(i), swiglu)),
     )  # fmt: skip
     gate = _Backward(hs, xs, lambda t: activations.plain(t, swiglu))
     yield Case(
         "dswiglu+db+quant", 10, 8,
         lambda i: act(h(i), swiglu, x(i)),
-        lambda i: _quantized(gate.gradients(i)[0], True),
+        lambda i: quantized(gate.gradients(i)[0], True),
     )  # fmt: skip
-    stats = norm_quantize_2d(NormStep(x(0), weight, weight, layer, BF16, False, WANTED))
+    stats = norm_quantize_2d(NormStep(x(0), weight, weight, layer, BF16, False, target))
     rstd = stats.rstd
     assert rstd is not None
     scale = low.clone().requires_grad_(), low.clone().requires_grad_()

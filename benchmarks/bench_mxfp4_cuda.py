@@ -30,6 +30,7 @@ from te_mx.runtime.ran import LAST_RUN
 
 FP4, FP8 = "mxfp4", "mxfp8_e4m3"
 TILES, PLAIN = f"{FP4}@sm90:8", f"{FP4}@rows"
+TRANSFORMED = f"{FP4}+rht32:0x5b39a1c6@cols"
 KINDS = {"mxfp4 x mxfp4": (FP4, FP4), "mxfp8 x mxfp4": (FP8, FP4)}
 CUBE, CUBE_TARGET = (8192, 8192, 8192), Target(1.5, 1.8)
 FEW = [  # of published kernels, measured in CUDA graphs
@@ -49,6 +50,7 @@ GROUPS = [  # groups, rows of each, N, K
 ]
 GROUPS_TARGET = Target(1.4, 1.7)
 QUANTIZE, QUANTIZE_TARGET = [(8192, 8192), (16384, 4096)], Target(0.8, 0.9)
+RANDOM_TARGET = Target(0.7, None)
 LINEAR, LINEAR_TARGET = [(8192, 4096, 4096), (16384, 14336, 4096)], Target(1.4, 1.7)
 MODE = Mode(split_k=True)
 
@@ -173,11 +175,24 @@ def quantize(context: GpuContext) -> Iterator[Row]:
     for rows, cols in context.pick(QUANTIZE, [(256, 384)]):
         xs = [context.randn(rows, cols, seed=i) for i in range(context.sets(2 * rows * cols))]
         held = [ops.quantize_2d(x, PLAIN).row for x in xs]
+        seed = torch.tensor([1], device=context.device)
         jobs = {
             "quantize both": (
                 lambda i, xs=xs: parts_of(ops.quantize_2d(xs[i % len(xs)], TILES, TILES)),
                 xs[0].nbytes,
                 QUANTIZE_TARGET,
+            ),
+            "transformed": (  # x under the recipe of MXFP4 in all GEMMs
+                lambda i, xs=xs: parts_of(ops.quantize_2d(xs[i % len(xs)], TILES, TRANSFORMED)),
+                xs[0].nbytes,
+                RANDOM_TARGET,
+            ),
+            "random": (  # gradients under the same
+                lambda i, xs=xs, seed=seed: parts_of(
+                    ops.quantize_2d(xs[i % len(xs)], PLAIN, TRANSFORMED, rule="rceil+sr", seed=seed)
+                ),
+                xs[0].nbytes,
+                RANDOM_TARGET,
             ),
             "quantize 4 bits": (
                 lambda i, xs=xs: parts_of(ops.quantize_2d(xs[i % len(xs)], PLAIN)),
@@ -231,6 +246,6 @@ def linear(context: GpuContext) -> Iterator[Row]:
 
 
 def mxfp4(context: GpuContext) -> Iterator[Row]:
-    """All of them."""
-    for of in (gemm, grouped, quantize, linear):
+    """Products and layers."""
+    for of in (gemm, grouped, linear):
         yield from of(context)

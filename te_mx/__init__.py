@@ -34,11 +34,7 @@ from te_mx.api.explain import (
     explain_grouped,
 )
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
-from te_mx.api.gemm import (
-    GemmOutput,
-    gemm,
-    quantize,
-)
+from te_mx.api.gemm import GemmOutput, gemm, quantize
 from te_mx.api.grouped import grouped_gemm, grouped_linear, grouped_wgrad
 from te_mx.api.memory import checkpoint_ops, record_saved
 from te_mx.api.quantization_config import quantization_config
@@ -58,47 +54,14 @@ except _PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "ConversionReport",
-    "ConversionWarning",
-    "Explanation",
-    "FallbackWarning",
-    "GemmOutput",
-    "GroupedExplanation",
-    "GroupedLinear",
-    "InspectionReport",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MXTensor",
-    "__version__",
-    "audit",
-    "autocast",
-    "checkpoint_ops",
-    "convert_model",
-    "distributed",
-    "explain",
-    "explain_grouped",
-    "formats",
-    "fp8_autocast",
-    "freeze_weights",
-    "gemm",
-    "get_default_recipe",
-    "grouped_gemm",
-    "grouped_linear",
-    "grouped_wgrad",
-    "inspect",
-    "is_mxfp8_available",
-    "make_graphed_callables",
-    "moe",
-    "quantization_config",
-    "quantize",
-    "recipe",
-    "record_saved",
-    "revert_model",
-    "unfreeze_weights",
-    "use_tuned_table",
-    "workspace",
-]
+    "ConversionReport", "ConversionWarning", "Explanation", "FallbackWarning", "GemmOutput",
+    "GroupedExplanation", "GroupedLinear", "InspectionReport", "LayerNormLinear", "LayerNormMLP",
+    "Linear", "MXTensor", "__version__", "audit", "autocast", "checkpoint_ops", "convert_model",
+    "distributed", "explain", "explain_grouped", "formats", "fp8_autocast", "freeze_weights",
+    "gemm", "get_default_recipe", "grouped_gemm", "grouped_linear", "grouped_wgrad", "inspect",
+    "is_mxfp8_available", "make_graphed_callables", "moe", "quantization_config", "quantize",
+    "recipe", "record_saved", "revert_model", "unfreeze_weights", "use_tuned_table", "workspace",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> _Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
@@ -54,19 +55,17 @@ shared_pass_id = pass_id if knows_passes and at_end_of_pass is not None else lam
 # Whether a transform is active, which, and what its tensors hold. Without: torch itself refuses
 # autograd functions such as te_mx's under a transform, in words of its own.
 _FUNCTORCH = (
-    "peek_interpreter_stack", "get_interpreter_stack", "TransformType", "is_batchedtensor",
-    "is_legacy_batchedtensor", "is_functorch_wrapped_tensor", "get_unwrapped",
+    "peek_interpreter_stack", "is_batchedtensor", "is_legacy_batchedtensor",
+    "is_functorch_wrapped_tensor", "get_unwrapped",
 )  # fmt: skip
 _functorch = getattr(torch._C, "_functorch", None)
 if not all(hasattr(_functorch, name) for name in _FUNCTORCH):
     _functorch = None
 _transform: Any = getattr(_functorch, "peek_interpreter_stack", _nothing)
-_transforms: Any = getattr(_functorch, "get_interpreter_stack", _nothing)
 _is_batched: Any = getattr(_functorch, "is_batchedtensor", _no)
 _is_old_batched: Any = getattr(_functorch, "is_legacy_batchedtensor", _no)
 is_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", _no)
 unwrapped: Any = getattr(_functorch, "get_unwrapped", lambda tensor: tensor)
-_kinds: Any = getattr(_functorch, "TransformType", None)
 
 
 def constant_in_graphs(fn: _F) -> _F:
@@ -119,8 +118,8 @@ def one_gradient() -> bool:
     that Dynamo traces."""
     if torch.compiler.is_dynamo_compiling() or dual_level():
         return False
-    stack = _transforms()
-    return stack is not None and len(stack) == 1 and stack[0].key() == _kinds.Grad
+    top = _transform()
+    return top is not None and top.level() == 1 and top.key().name == "Grad"
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -132,15 +131,12 @@ is_batched_by_autograd: Callable[[Tensor], bool] = _is_old_batched
 
 
 # ---------------------------------------------------------------------- who watches the dispatcher
-# The numbers of modes of __torch_dispatch__ and __torch_function__, the level of transforms, what
-# torch.jit.trace records and whether the profiler does. Without one: every op goes by the
-# dispatcher, and torch's own functions stand between DTensors and ranks.
+# The numbers of modes of __torch_dispatch__ and __torch_function__, the level of transforms, and
+# whether the profiler records. Without one: every op goes by the dispatcher, and torch's own
+# functions stand between DTensors and ranks.
 dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 transform_level: Any = getattr(_functorch, "peek_interpreter_stack", lambda: "unknown")
-tracing_state: Any = getattr(
-    torch._C, "_get_tracing_state", lambda: True if torch.jit.is_tracing() else None
-)
 profiling: Callable[[], bool]
 if hasattr(torch.autograd.profiler, "_is_profiler_enabled"):
     # No function of Python, which would cost more than the look.
@@ -160,7 +156,7 @@ else:
 storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 references: Callable[[Any], int] = getattr(sys, "getrefcount", lambda _: 0)
 # Whether references are counted so at all: where threads run without a lock they are not.
-counts_references: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+counts_references = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def moved_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -173,20 +169,17 @@ def moved_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 # -------------------------------------------------------------------------------------------- CUDA
-# The current stream of a device as an address, the current device and whether the stream records a
-# graph, without torch's look whether CUDA was initialized: there are tensors on it. Without: the
-# public functions.
+# The current stream of a device as an address, without an object of Python around it. Without: the
+# public function.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-raw_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-raw_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 # ------------------------------------------------------------------------------------------- Python
 def calling_frame(up: int) -> Any:
     """The frame `up` calls above the function that asks: whose code reads the weight of a layer
     that has none, saves a model, or looks for adapters. Without: None, and nobody is told."""
-    frame = getattr(sys, "_getframe", _nothing)(1)
-    for _ in range(up):
+    frame = inspect.currentframe()
+    for _ in range(up + 1):
         frame = None if frame is None else frame.f_back
     return frame
 
@@ -200,23 +193,11 @@ def closed_over(function: Any, name: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------- modules
-_HOOKS = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)  # fmt: skip
-_everywhere = nn.modules.module
-_knows_hooks = all(hasattr(_everywhere, name) for name in _HOOKS)
-
-
-def hooked_everywhere() -> bool:
-    """Whether hooks were registered for all modules. Without: they may have been, and no modules
-    run as one."""
-    return not _knows_hooks or bool(
-        _everywhere._global_forward_hooks
-        or _everywhere._global_forward_pre_hooks
-        or _everywhere._global_backward_hooks
-        or _everywhere._global_backward_pre_hooks
-    )
+# Whether hooks were registered for all modules. Without: they may have been, and no modules run as
+# one.
+hooked_everywhere: Callable[[], bool] = getattr(
+    nn.modules.module, "_has_any_global_hook", lambda: True
+)
 
 
 # ----------------------------------------------------------------------- torch.utils.checkpoint
@@ -340,9 +321,7 @@ wrapped: Any = getattr(_composable, "_module_state_mapping", ("unknown",))
 def fsdp_params() -> Iterator[tuple[Any, Any, nn.Module, str]]:
     """(what FSDP2 knows of a parameter, the group that it is reduced with, its module, its name) of
     every parameter of fully_shard and replicate."""
-    state_of: Any = getattr(_composable, "_get_module_state", _nothing)
-    for module in [one for one in wrapped if isinstance(one, nn.Module)]:
-        state = state_of(module)
+    for state in [ref() for ref in getattr(wrapped, "values", tuple)()]:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
         for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
             for param in () if group is None else group.fsdp_params:
@@ -364,7 +343,7 @@ def size_of(param: Any) -> tuple[int, ...]:
 
 def gathered_parameter(param: Any) -> Any:
     """The parameter that fully_shard lends to a module for a forward, None before the first."""
-    return getattr(param, "_unsharded_param", None)
+    return getattr(param, "unsharded_param", None)
 
 
 def gradient_hook(group: Any) -> Any:
@@ -394,22 +373,6 @@ def running_ddp() -> Any:
     return None
 
 
-def ddp_parameters(ddp: Any) -> Any:
-    """The parameters whose gradients DistributedDataParallel averages. Without: found anew."""
-    found = getattr(ddp, "_module_parameters", None)
-    if found is None:
-        named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
-        found = [parameter for name, parameter in named if name not in ignored]
-    return found
-
-
 # What makes a tensor of a class of one's own without memory. Without: quantized_all_gather is
 # refused.
 wrapper_of: Any = getattr(Tensor, "_make_wrapper_subclass", None)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """The tensors in nested tuples, lists and dicts, as torch.cuda.make_graphed_callables finds
-    them. Without: what is in the outermost one."""
-    pytree = getattr(torch.utils, "_pytree", None)
-    return list(tree) if pytree is None else pytree.tree_leaves(tree)

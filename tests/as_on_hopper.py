@@ -18,10 +18,8 @@ from te_mx._ops import grouped_quantize
 from te_mx.autograd import grouped
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import linear as cpu_linear
-from te_mx.backends.sm90 import binding, binding_grouped, split_k
-from te_mx.backends.sm90 import decode as sm90_decode
+from te_mx.backends.sm90 import binding, split_k
 from te_mx.backends.sm90 import grouped as sm90_grouped
-from te_mx.backends.sm90 import linear as sm90_linear
 from te_mx.dispatch import forms, problem, registry
 from te_mx.dispatch.problem import Place
 from te_mx.runtime import ran
@@ -72,15 +70,9 @@ def _anew() -> Iterator[pytest.MonkeyPatch]:
     unless it asks for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ran, "_warned", set())
-        _forget()
+        registry.forget()
         yield patch
-    _forget()
-
-
-def _forget() -> None:
     registry.forget()
-    sm90_linear.forget_plans()
-    sm90_decode.forget_plans()
 
 
 # ------------------------------------------------------------------------------------------ groups
@@ -113,7 +105,7 @@ def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "readable", lambda offs: False)
     for module in (sm90_grouped, grouped, grouped):
         monkeypatch.setattr(module, "host_bounds", refuse)
-    monkeypatch.setattr(binding_grouped, "offs_on_device", lambda offs, device: offs)
+    monkeypatch.setattr(sm90_grouped, "offs_on_device", lambda offs, device: offs)
 
 
 def _noted(name: str, calls: list[str]) -> Callable[..., int]:

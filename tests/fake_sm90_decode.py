@@ -17,7 +17,6 @@ FACTORS = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 CALLS: list[tuple[int, int, int]] = []  # m, n, k of the calls
 ACTS = {0: "gelu", 1: "relu", 2: "srelu", 3: "silu", 4: "qgelu", 7: "gelu_erf"}
 GATED = {"gelu": "geglu", "silu": "swiglu", "qgelu": "qgeglu"}
-SUMS: list[tuple[int, int]] = []  # m, n of the calls with a residual
 GATES: list[str] = []  # activations of the calls with a gate
 EXACT: list[bool] = []  # whether they were to be exact
 
@@ -32,7 +31,7 @@ class DecodeArgs:
         self.amax_epsilon, self.act, self.groups = 0.0, 1, None
         self.out_dtype = self.bias = self.bias_dtype = self.device = self.stream = 0
         self.workspace = self.workspace_bytes = 0
-        self.gate = self.ldgate = self.residual = self.ldr = self.sum = 0
+        self.gate = self.ldgate = 0
         self.x_act = 3
         self._set(fields)
 
@@ -98,11 +97,6 @@ def decode(a: DecodeArgs) -> int:
         if a.activates:
             sums = fused_math.activate(sums.float(), Activation(ACTS[a.act]), torch.float32)
         out[first:last] = sums
-    if a.residual:
-        assert a.groups is None and a.ldr >= a.n
-        other = at(a.residual, ((a.m - 1) * a.ldr + a.n,), out.dtype)
-        at(a.sum, (a.m, a.n), out.dtype).copy_(out + other.as_strided((a.m, a.n), (a.ldr, 1)))
-        SUMS.append((a.m, a.n))
     CALLS.append((a.m, a.n, a.k))
     EXACT.append(a.exact)
     return 0

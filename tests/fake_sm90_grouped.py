@@ -35,16 +35,17 @@ from fake_sm90 import (  # noqa: F401
     row_sums,
     row_sums_workspace_bytes,
     rows_first,
+    sequence,
     tiles,
     workspace_bytes,
 )
 from fake_sm90_codes import unpack, unpack_two  # noqa: F401
+from native_words import blocks
 from torch import Tensor
 
-from te_mx.backends import base
-from te_mx.backends.base import Epilogue, blocks
 from te_mx.backends.sm90.layouts import groups as layout
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import Bounds, device_bounds
 
 
@@ -107,7 +108,7 @@ def quantize_stacked(args, xs) -> int:
         return fake_sm90_factors.quantize_stacked(args, xs, read_matrix, at)
     to, (rows, cols) = args.to, (args.x_rows, args.x_cols)
     name = _NAMES[to.element]
-    if _ORDERS[to.row_layout] == "k_last":
+    if _ORDERS[(to.row if to.row.codes else to.col).layout] != "sm90":
         return _plain_stack(args, xs, name)
     for i, address in enumerate(xs):
         parts = reference.quantize(
@@ -128,7 +129,7 @@ def quantize_stacked(args, xs) -> int:
 
 def _plain_stack(args, xs, name) -> int:
     to, (rows, cols), count = args.to, (args.x_rows, args.x_cols), len(xs)
-    widths = base.code_bytes(name, cols), cols
+    widths = reference.code_bytes(name, cols), cols
     for i, address in enumerate(xs):
         values = read_matrix(args.x, address)
         parts = reference.quantize(values, name, True, "plain", _RULES[to.rule], False)
@@ -144,11 +145,11 @@ def _plain_stack(args, xs, name) -> int:
     return OK
 
 
-def _plain_weight(first, i: int) -> base.Operand:
+def _plain_weight(first, i: int) -> reference.Operand:
     """Operand i of several behind each other."""
     width = first.k
     if _ORDERS[first.layout] == "k_last":
-        width = base.code_bytes(_NAMES[first.element], first.k)
+        width = reference.code_bytes(_NAMES[first.element], first.k)
     nbytes = first.rows * width, first.rows * blocks(first.k)
     here = first.copy(codes=first.codes + i * nbytes[0], scales=first.scales + i * nbytes[1])
     return read_operand(here)
@@ -181,15 +182,16 @@ def columns_of_stacked(args) -> int:
     return OK
 
 
-def _group_of_weights(o, count: int, i: int) -> base.Operand:
+def _group_of_weights(o, count: int, i: int) -> reference.Operand:
     codes, words = sm90_tiles.packed_shapes(o.rows, o.k)
     stack = _parts(o, ((count, *codes), (count, *words)))
-    return base.Operand(stack[0][i][:, : o.k], stack[1][i], _NAMES[o.element], _ORDERS[o.layout])
+    codes = stack[0][i][:, : o.k]
+    return reference.Operand(codes, stack[1][i], _NAMES[o.element], _ORDERS[o.layout])
 
 
-def _tiles(part: sm90_tiles.PackedOperand, element: int) -> base.Operand:
+def _tiles(part: sm90_tiles.PackedOperand, element: int) -> reference.Operand:
     """A group's own operand."""
-    return base.Operand(*part, _NAMES[element], "sm90")
+    return reference.Operand(*part, _NAMES[element], "sm90")
 
 
 def gemm_grouped(args, first_rows=()) -> int:

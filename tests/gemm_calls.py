@@ -6,16 +6,18 @@ could hold occurs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import oracles
 import torch
 from hypothesis import strategies as st
+from native_words import GemmCall, Operand, house
 from torch import Tensor
 
-from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu import grouped as cpu_grouped
+from te_mx.dispatch.calls import Epilogue
 from te_mx.runtime import workspace
 
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}  # finite codes
@@ -82,14 +84,30 @@ def random_side(
 
 def packed(operand: Operand, name: str, role: str) -> Operand:
     """The operand with its packed form; as it is when the kernel reads plain codes."""
-    nbytes = cpu.packed_bytes(name, role, operand.rows, operand.k)
+    nbytes = cpu.packed_bytes(name, role, operand.rows, operand.k, operand.fmt)
     if nbytes == 0:
         return operand
     room = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
     start = -room.data_ptr() % 64
-    assert cpu.pack(operand, name, role, room[start : start + nbytes])
+    assert cpu.pack(house(operand), name, role, room[start : start + nbytes])
     assert bool((room[start + nbytes :] == 0xA5).all()), "pack wrote behind packed_bytes"
     return operand._replace(packed=room[start : start + nbytes])
+
+
+def drawn(data: st.DataObject, kernel: str, a: Any, b: Any) -> tuple[Operand, Operand]:
+    """Two sides as operands in any order, packed or not."""
+    made = [side.operand(data.draw(ORDERS)) for side in (a, b)]
+    for i, role in enumerate("ab"):
+        made[i] = packed(made[i], kernel, role) if data.draw(st.booleans()) else made[i]
+    return made[0], made[1]
+
+
+def run_groups(call: cpu_grouped.GroupedGemmCall) -> None:
+    nbytes = call.workspace_bytes()
+    with workspace.guarded():
+        scratch = workspace.acquire(torch.device("cpu"), nbytes)
+        assert call.run(scratch, nbytes)
+        workspace.release(scratch, nbytes)
 
 
 def run(
@@ -100,7 +118,7 @@ def run(
     epilogue = epilogue or Epilogue()
     if out is None:
         out = torch.full((b.rows, a.rows), torch.nan)
-    call = cpu.GemmCall(name, a, b, epilogue, out, aux)
+    call = GemmCall(name, a, b, epilogue, out, aux)
     nbytes = call.workspace_bytes()
     with workspace.guarded():
         scratch = workspace.acquire(torch.device("cpu"), nbytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from hf_models import keep_head, model_of, tokens
 
@@ -46,16 +45,6 @@ def gpt_oss():
         state |= dict(zip((f"{name}_blocks", f"{name}_scales"), parts, strict=True))
     model.config.quantization_config = {"quant_method": "mxfp4"}
     return model, {name: value.contiguous() for name, value in state.items()}
-
-
-@pytest.fixture
-def registered():
-    """te_mx's quantizer, in from_pretrained; for a test module that imports it."""
-    from te_mx.integrations import hf_quantizer
-
-    hf_quantizer.register()
-    yield
-    hf_quantizer.unregister()
 
 
 def files_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,18 +6,9 @@ dimension.
 
 from __future__ import annotations
 
-import ml_dtypes
+import format_oracle
 import numpy as np
 import torch
-
-BLOCK = 32
-DTYPES = {
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-}
-MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-EMAX = {"e4m3": 8, "e5m2": 15}
 
 # One kernel-independent constant for every backend: |d - exact| <= (C * k + 2) * 2^-24 * sum |a *
 # b| + half an ulp.
@@ -31,36 +22,7 @@ def numpy_of(x: torch.Tensor) -> np.ndarray:
 
 def quantize(x: np.ndarray, fmt: str, rule: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of fp32 x [rows, k], blocks along the last dimension."""
-    rows, k = x.shape
-    codes = np.zeros((rows, k), np.uint8)
-    scales = np.zeros((rows, -(-k // BLOCK)), np.uint8)
-    for j in range(scales.shape[1]):
-        block = x[:, j * BLOCK : (j + 1) * BLOCK]
-        scales[:, j] = scale_bytes(np.abs(block), fmt, rule)
-        with np.errstate(all="ignore"):
-            exact = block.astype(np.float64) * np.exp2(127.0 - scales[:, j : j + 1])
-            clamped = np.clip(exact, -MAX[fmt], MAX[fmt])
-        bytes_ = clamped.astype(np.float32).astype(DTYPES[fmt]).view(np.uint8)
-        bad = scales[:, j : j + 1] == 255
-        codes[:, j * BLOCK : (j + 1) * BLOCK] = np.where(bad, 0x7F, bytes_)
-    return codes, scales
-
-
-def scale_bytes(magnitudes: np.ndarray, fmt: str, rule: str) -> np.ndarray:
-    """Scale byte of every row of magnitudes [rows, up to 32]."""
-    finite = np.isfinite(magnitudes).all(axis=1)
-    with np.errstate(invalid="ignore"):
-        amax = magnitudes.max(axis=1, initial=np.float32(0)).astype(np.float64)
-        amax = np.where(finite, amax, np.nan)
-        if rule == "floor":
-            byte = np.frexp(amax)[1] - 1 - EMAX[fmt] + 127
-        else:
-            # The fp32 product by way of fp64, where it is exact and no mode flushes it.
-            amax = (amax * np.float64(np.float32(1.0 / MAX[fmt]))).astype(np.float32)
-            mantissa, exponent = np.frexp(amax.astype(np.float64))
-            byte = exponent - (mantissa == 0.5) + 127
-    byte = np.where(amax == 0, 0, np.maximum(byte, 0))
-    return np.where(np.isnan(amax), 255, byte).astype(np.uint8)
+    return format_oracle.quantize(x, format_oracle.OF_ELEMENT[fmt], rule)
 
 
 def columnwise(x: np.ndarray, fmt: str, rule: str) -> tuple[np.ndarray, np.ndarray]:
@@ -71,10 +33,7 @@ def columnwise(x: np.ndarray, fmt: str, rule: str) -> tuple[np.ndarray, np.ndarr
 
 def values(codes: np.ndarray, scales: np.ndarray, fmt: str) -> np.ndarray:
     """Exact fp64 values: code * 2^(byte-127), 255 is NaN."""
-    element = codes.view(DTYPES[fmt]).astype(np.float64)
-    spread = np.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]].astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        return np.where(spread == 255, np.nan, element * np.exp2(spread - 127))
+    return format_oracle.values(codes, scales, format_oracle.OF_ELEMENT[fmt])
 
 
 def gelu(v: np.ndarray, form: str) -> np.ndarray:

@@ -12,6 +12,7 @@ from te_mx._ops import Epilogue, Mode, Operand
 from te_mx.backends.sm90 import codes
 from te_mx.backends.sm90.gemm import Adaptive
 from te_mx.dispatch.calls import Product
+from te_mx.dispatch.problem import Problem, place_of
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"
 # Scale bytes from .. below ..: one exponent a tile, one a row, four a row, far exponents, NaN.
@@ -76,7 +77,10 @@ def run(kernel, lhs: Operand, rhs: Operand, epilogue: Epilogue, dtype, split_k: 
     out = torch.full(shape, 0.5 if epilogue.accumulate else torch.nan, dtype=dtype, device=device)
     has_aux = epilogue.gelu is not None and epilogue.gelu_in is None
     aux = torch.full(shape, torch.nan, dtype=dtype, device=device) if has_aux else None
-    made = kernel.run(Product(lhs, rhs, epilogue, out, aux, Mode(split_k=split_k)))
+    problem = Problem(
+        "gemm", place_of(device), lhs.spec, rhs.spec, *shape, lhs.k, dtype=dtype, split_k=split_k
+    )
+    made = kernel.make_plan(problem)(Product(lhs, rhs, epilogue, out, aux, Mode(split_k=split_k)))
     assert made is not None
     return made.name, out, aux, made.bias_grad
 

@@ -151,6 +151,7 @@ struct Field {
   std::string name;
   int64_t at;  // bytes from the start of the record
   bool part;
+  int width;  // bytes of an address, a whole number or a flag; 0 for others
   PyObject* (*read)(void* at, PyObject* whole);
   bool (*write)(void* at, PyObject* value);
 };
@@ -163,14 +164,15 @@ class Record {
  public:
   template <class V>
   Record& field(const char* name, V T::* member) {
-    fields_.push_back({name, offset(member), false, &Value<V>::read, &Value<V>::write});
+    constexpr int kWidth = sizeof(V) == 8 || std::is_same_v<V, bool> ? sizeof(V) : 0;
+    fields_.push_back({name, offset(member), false, kWidth, &Value<V>::read, &Value<V>::write});
     return *this;
   }
 
   // A part, and its fields under their names behind `prefix`.
   template <class V>
   Record& part(const char* name, V T::* member, const std::string& prefix) {
-    fields_.push_back({name, offset(member), true, &Part<V>::read, &Part<V>::write});
+    fields_.push_back({name, offset(member), true, 0, &Part<V>::read, &Part<V>::write});
     for (Field inner : Record<V>::kept()) {
       inner.name = prefix + inner.name;
       inner.at += offset(member);

@@ -9,6 +9,7 @@
 
 #include "common/device.h"
 #include "record.hpp"
+#include "sequence.hpp"
 #include "te_mx/sm90_decode.h"
 
 namespace te_mx::bindings {
@@ -38,6 +39,29 @@ void bind_call(py::module_& m, const char* name, Status (*run)(const Args&)) {
     const DeviceScope scope(execution_of(args).device);
     return number(run(args));
   });
+}
+
+// The calls that layers are made of, as parts of sequences.
+void bind_sequences(py::module_& m) {
+  const auto one = [](const char* name, auto run, auto args) {
+    using Args = decltype(args);
+    using Run = decltype(run);
+    struct First {
+      Status operator()(const std::array<Args, 1>& all) const { return Run{}(all[0]); }
+    };
+    sequences::add<Args, 1>(name, First{});
+  };
+  one("quantize", [](const QuantizeArgs& a) { return quantize(a); }, QuantizeArgs{});
+  one("gemm", [](const GemmArgs& a) { return gemm(a); }, GemmArgs{});
+  one("normalize", [](const NormArgs& a) { return normalize(a); }, NormArgs{});
+  one(
+      "normalize_backward", [](const NormGradArgs& a) { return normalize_backward(a); },
+      NormGradArgs{});
+  one("activate", [](const ActArgs& a) { return activate(a); }, ActArgs{});
+  sequences::add<QuantizeArgs, 2>("quantize_two", [](const std::array<QuantizeArgs, 2>& a) {
+    return quantize_two(a[0], a[1]);
+  });
+  sequences::add_to(m);
 }
 
 void bind_device(py::module_& m) {
@@ -198,9 +222,6 @@ void bind_decode(py::module_& m) {
       .field("out_dtype", &DecodeArgs::out_dtype)
       .field("bias", &DecodeArgs::bias)
       .field("bias_dtype", &DecodeArgs::bias_dtype)
-      .field("residual", &DecodeArgs::residual)
-      .field("ldr", &DecodeArgs::ldr)
-      .field("sum", &DecodeArgs::sum)
       .part("groups", &DecodeArgs::groups, "groups_")
       .field("activates", &DecodeArgs::activates)
       .field("act", &DecodeArgs::act)
@@ -223,6 +244,7 @@ PYBIND11_MODULE(_sm90, m) {
   bind_gemms(m);
   bind_groups(m);
   bind_linear(m);
+  bind_sequences(m);
   bind_norm_rows(m);
   bind_decode(m);
   bind_moe(m);

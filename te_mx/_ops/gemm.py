@@ -14,16 +14,14 @@ from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, GemmParts, Mode
-from te_mx.dispatch.kernels import PreparedGemm
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derive, derived, pick, pick_problem
+from te_mx.dispatch.registry import pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.arguments import check_apart
 from te_mx.runtime.ran import LAST_RUN, note_read
 
 _DEFAULT_MODE = Mode()
-_known = derived()
 
 
 def gemm_2d(
@@ -55,16 +53,20 @@ def gemm_2d(
     """
     bias, gelu, gelu_in, bias_grad, accumulate = epilogue
     if is_direct(lhs.codes, bias, gelu_in, out):
-        plain = bias is None and gelu is None and gelu_in is None and bias_grad is None
-        if plain and out is None and place_of(lhs.codes.device).device != "cpu":
-            made = _in_one_call(lhs, rhs, out_dtype, tag, mode, shape)
-            if made is not None:
-                return GemmParts(made, None, None)
+        made = None
+        if shape is not None and out is None:
+            # The result itself, and no view: autograd lets nobody change the view that a Function
+            # returns in place.
+            made = empty(lhs.codes, shape, out_dtype)
+            out = made if len(shape) == 2 else made.view(lhs.rows, rhs.rows)
+        given = out if made is None else None
         lhs, rhs, out, aux = _ready(lhs, rhs, epilogue, out, out_dtype, aux_dtype, want_aux)
         ran = run.gemm(lhs, rhs, epilogue, out, aux, mode)
+        if given is not None:
+            note_written(given)
         if tag >= 0:
             LAST_RUN[tag] = ran.name
-        return GemmParts(_shaped(out, shape), aux, ran.bias_grad)
+        return GemmParts(out if made is None else made, aux, ran.bias_grad)
     sides = (*_flat(lhs), *_flat(rhs))
     rest = (bias, gelu or "", gelu_in, bias_grad or "", *mode)
     kept = (aux_dtype or (out_dtype if out is None else out.dtype)) if want_aux else None
@@ -74,53 +76,9 @@ def gemm_2d(
         checks.writable(out)
         aux, sums = GEMM_OUT(*sides, *rest, out, accumulate, kept, tag)
     has_aux = want_aux and gelu is not None and gelu_in is None
-    return GemmParts(_shaped(out, shape), aux if has_aux else None, sums if bias_grad else None)
-
-
-def _shaped(out: Tensor, shape: Sequence[int] | None) -> Tensor:
-    """No view: autograd lets nobody change the view that a Function returns in place."""
-    return out if shape is None or len(shape) == 2 else out.view(shape).detach()
-
-
-def _in_one_call(
-    lhs: Operand, rhs: Operand, dtype: torch.dtype, tag: int, mode: Mode,
-    shape: Sequence[int] | None,
-) -> Tensor | None:  # fmt: skip
-    """A product without an epilogue, in a call that its kernel makes once for its sizes; None where
-    there is none."""
-    device = lhs.codes.device
-    key = "product", lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, dtype, device, mode
-    found = _known.get(key)
-    if found is None:
-        found = _prepared(lhs, rhs, dtype, mode)
-        if device.type != "cuda" or device.index is not None:
-            derive(key, found)
-    call, name = found
-    if call is None or lhs.k != rhs.k or rhs.codes.device != device:
-        return None
-    lhs, rhs = lhs.checked("lhs"), rhs.checked("rhs")
-    out = torch.empty(shape or (lhs.rows, rhs.rows), dtype=dtype, device=device)
-    if not call(lhs, rhs, out):
-        return None
-    if tag >= 0:
-        LAST_RUN[tag] = name
-    return out
-
-
-def _prepared(
-    lhs: Operand, rhs: Operand, dtype: torch.dtype, mode: Mode
-) -> tuple[PreparedGemm | None, str]:
-    """Such a call and the kernel's name."""
-    device, sizes = lhs.codes.device, (lhs.rows, rhs.rows, lhs.k)
-    if 0 in sizes:
-        return None, ""
-    precision, spread, split_k = mode
-    kernel = pick("gemm", device, lhs.spec, rhs.spec, sizes, dtype, precision, "", spread)
-    problem = Problem(
-        "gemm", place_of(device), lhs.spec, rhs.spec, *sizes, dtype=dtype, precision=precision,
-        spread=spread, split_k=split_k,
-    )  # fmt: skip
-    return kernel.once(problem), kernel.name
+    if shape is not None and len(shape) != 2:
+        out = out.view(shape).detach()
+    return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
 
 
 def _flat(operand: Operand) -> tuple[Any, ...]:
@@ -143,11 +101,17 @@ def _ready(
     return lhs, rhs, out, aux
 
 
-def empty(like: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A result of a GEMM where `like` is."""
     if like.is_cpu and type(like) is Tensor:
-        return cpu_memory.empty(shape, dtype)
+        return cpu_memory.empty(tuple(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def note_written(out: Tensor) -> None:
+    """Tell autograd what native code wrote behind its back."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 # ------------------------------------------------------------------------------ what stands still
@@ -219,6 +183,7 @@ def _run(
     want_aux = aux_dtype is not None
     lhs, rhs, out, aux = _ready(lhs, rhs, epilogue, out, out_dtype, aux_dtype, want_aux)
     ran = run.gemm(lhs, rhs, epilogue, out, aux, mode)
+    note_written(out)
     if tag >= 0:
         LAST_RUN[tag] = ran.name
     else:

@@ -23,8 +23,9 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, Groups
 from te_mx.dispatch.groups import k_of
+from te_mx.dispatch.kernels import derived
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derived, find, pick_problem
+from te_mx.dispatch.registry import find, pick_problem, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import cpu_memory
@@ -198,7 +199,7 @@ def gemm_k_into(
     if not is_direct(lhs.codes, *sides, *outs) or len({out.dtype for out in outs}) > 1:
         return False
     p = GroupedK(lhs, rhs, groups, outs[0], accumulate, mode)
-    run_into = getattr(pick_problem(_k_problem(p)), "run_into", None)
+    run_into = getattr(planned_problem(_k_problem(p))[0], "run_into", None)
     if run_into is None:
         return False
     lhs, rhs = _checked_k(lhs, rhs, groups, len(outs))

@@ -17,13 +17,13 @@ from te_mx.torch_internals import (
     dispatch_modes,
     function_modes,
     profiling,
-    tracing_state,
     transform_level,
 )
 
 LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
 
 _compiling = torch.compiler.is_dynamo_compiling
+_tracing = torch.jit.is_tracing
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -56,7 +56,7 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
         or dispatch_modes()
         or function_modes()
         or transform_level() is not None
-        or tracing_state() is not None
+        or _tracing()
         or profiling()
     ):
         return False

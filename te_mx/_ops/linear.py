@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.library import is_direct
+from te_mx.dispatch.kernels import Plan, derive, derived
+from te_mx.dispatch.layer import LayerKernel
 from te_mx.dispatch.linear import (
     LATER,
     FrozenCall,
     FrozenKernel,
     Gate,
-    InferKernel,
     Into,
     LinearKernel,
     LinearPlan,
@@ -21,7 +22,7 @@ from te_mx.dispatch.linear import (
     Weight,
 )
 from te_mx.dispatch.problem import MOST, Problem, place_of
-from te_mx.dispatch.registry import derive, derived, find
+from te_mx.dispatch.registry import find
 
 __all__ = [
     "LATER",
@@ -29,12 +30,14 @@ __all__ = [
     "FrozenKernel",
     "Gate",
     "Into",
+    "LayerKernel",
     "LinearKernel",
     "LinearPlan",
     "LinearProblem",
     "Weight",
     "frozen_kernel",
     "infer",
+    "layer_kernel",
     "linear_kernel",
     "linear_kernel_of",
 ]
@@ -71,6 +74,22 @@ def linear_kernel_of(
     return known[key]
 
 
+def layer_kernel(device: torch.device, settings: Any) -> LayerKernel | None:
+    """The kernel that may run layers under some settings in one call each way, or None."""
+    # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    key = "layers", device, id(settings)
+    found = derived().get(key)
+    if found is None:
+        problem = Problem(
+            "layer", place_of(device), f"{settings.x}@any", f"{settings.w}@any",
+            precision=settings.precision, spread=settings.spread, rule=settings.scale_rule,
+            grad=f"{settings.g}@any", split_k=settings.split_k,
+        )  # fmt: skip
+        found = derive(key, (find(problem), settings))
+    kernel: LayerKernel | None = found[0]
+    return kernel
+
+
 def infer(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, settings: Any, out_dtype: torch.dtype,
     tag: int = -1,
@@ -82,12 +101,12 @@ def infer(
     key = x.shape, weight_NK.shape, x.dtype, x.device, id(settings)
     found = derived().get(key)
     if found is None:
-        found = derive(key, (_infer_kernel(x, weight_NK, settings), settings))
-    kernel, _ = found
-    return None if kernel is None else kernel.infer(settings, x, weight_NK, bias_N, out_dtype, tag)
+        found = derive(key, (_infer_plan(x, weight_NK, settings), settings))
+    plan, _ = found
+    return None if plan is None else plan(x, weight_NK, bias_N, out_dtype, tag)
 
 
-def _infer_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> InferKernel | None:
+def _infer_plan(x: Tensor, weight_NK: Tensor, settings: Any) -> Plan | None:
     n, k = weight_NK.shape
     m = x.numel() // k if k else 0
     problem = Problem(
@@ -95,7 +114,8 @@ def _infer_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> InferKernel | 
         precision=settings.precision, dtype=x.dtype, spread=settings.spread,
         rule=settings.scale_rule, split_k=settings.split_k,
     )  # fmt: skip
-    return find(problem)  # type: ignore[return-value]
+    kernel = find(problem)
+    return None if kernel is None else kernel.make_plan(problem)
 
 
 def frozen_kernel(

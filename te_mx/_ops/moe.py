@@ -16,10 +16,10 @@ from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
-from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.kernels import Kernel, derive, derived
 from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derive, derived, pick_problem
+from te_mx.dispatch.registry import pick_problem
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.table import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from te_mx._ops.library import is_direct
 from te_mx.dispatch.fused import NormRows
+from te_mx.dispatch.kernels import derived
 from te_mx.dispatch.problem import FROZEN_ROWS, Problem, place_of
-from te_mx.dispatch.registry import derived, find
+from te_mx.dispatch.registry import find
 
 
 def norm_rows(step: NormRows) -> Tensor | None:

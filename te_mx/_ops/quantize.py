@@ -4,7 +4,6 @@ one layout to another."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
-from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derive, derived, pick
+from te_mx.dispatch.registry import planned
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import note_read
@@ -70,27 +68,12 @@ def rows_beyond_2d(x: Tensor, most: int, row: str, *, rule: str = "rceil") -> Op
 
 
 def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] | None:
-    """The call of rows_2d that a kernel makes once for such matrices, or None; it takes memory for
-    codes and scales behind x."""
+    """The call of rows_2d for such matrices, of a kernel that makes rowwise operands alone; it
+    takes memory for codes and scales behind x. None where there is none."""
     if not is_direct(x):
         return None
-    return _once("quantize", x.device, row, (x.shape[0], x.shape[1]), x.dtype, rule)
-
-
-def _once(
-    op: str, device: torch.device, spec: str, sizes: tuple[int, int], dtype: torch.dtype,
-    rule: str = "rceil",
-) -> Callable[..., Any] | None:  # fmt: skip
-    """The call of a kernel that is made once for these sizes, or None."""
-    key = op, device, spec, sizes, dtype, rule
-    found = derived().get(key, ...)
-    if found is ...:
-        kernel = pick(op, device, spec, "", (*sizes, 1), dtype, rule=rule)
-        problem = Problem(op, place_of(device), spec, "", *sizes, dtype=dtype, rule=rule)
-        found = kernel.once(problem)
-        if device.type != "cuda" or device.index is not None:
-            derive(key, found)
-    return found
+    plan = planned("quantize", x.device, row, "", (*x.shape, 1), x.dtype, rule=rule)[1]
+    return getattr(plan, "rows", None)
 
 
 def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
@@ -101,7 +84,7 @@ def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quant
         for w in (first, second):
             checks.quantizable(w.x, w.row, w.col, w.rule, w.seed)
         if x.is_cuda and other.device == x.device:
-            both = _both(first, second)
+            both = run.quantize_two(first, second)
             if both is not None:
                 return both
         return run.quantize(first), run.quantize(second)
@@ -110,15 +93,6 @@ def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quant
         second.x, second.row, second.col, rule=second.rule, col_sum=second.col_sum,
         sum_dtype=second.sum_dtype, seed=second.seed,
     )  # fmt: skip
-
-
-def _both(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
-    """Both in one call, where one kernel takes them so."""
-    kernels = [
-        pick("quantize", w.x.device, w.row, w.col, (*w.x.shape, 1), w.x.dtype, rule=w.rule)
-        for w in (first, second)
-    ]
-    return kernels[0].run_two(first, second) if kernels[0] is kernels[1] else None
 
 
 def quantized(values: Tensor, target: Target) -> Quantized:
@@ -133,21 +107,9 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so."""
     if is_direct(operand.codes, operand.scales):
-        return _values(operand, dtype)
+        return run.dequantize(_dequantizable(operand, dtype), dtype)
     codes, scales, spec, rows, k, _ = operand
     return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
-
-
-def _values(operand: Operand, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-    """The values of an operand, in new memory or in `into`."""
-    operand = _dequantizable(operand, dtype)
-    sizes = operand.rows, operand.k
-    call = _once("dequantize", operand.codes.device, operand.spec, sizes, dtype)
-    made: Tensor | None = None if call is None else call(operand, into)
-    if made is not None:
-        return made
-    made = run.dequantize(operand, dtype)
-    return made if into is None else into.copy_(made)
 
 
 def dequantize_joined_2d(parts: Sequence[Operand], dtype: torch.dtype) -> Tensor:
@@ -158,7 +120,7 @@ def dequantize_joined_2d(parts: Sequence[Operand], dtype: torch.dtype) -> Tensor
     rows = [part.rows for part in parts]
     made = torch.empty((sum(rows), parts[0].k), dtype=dtype, device=parts[0].codes.device)
     for part, into in zip(parts, made.split(rows), strict=True):
-        _values(part, dtype, into)
+        run.dequantize(_dequantizable(part, dtype), dtype, into)
     return made
 
 

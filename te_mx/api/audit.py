@@ -7,24 +7,15 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from te_mx.api.memory import (
-    Recorded,
-    Saved,
-    recorded,
-    saved_by,
-)
+from te_mx.api.memory import Recorded, Saved, recorded, saved_by
 from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.fusion.class_swap import Reclassed
 from te_mx.nn.base import MXModule
 from te_mx.nn.guards import RAN
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.runtime.ran import LAST_RUN, was_read
 from te_mx.runtime.report import table
-from te_mx.weights.frozen import lies
+from te_mx.weights.freezing import lies
 
 HIGH_PRECISION, NEVER, UNASKED = "high precision", "never ran", "not needed"
 COMPILED = "compiled: not recorded"
@@ -153,11 +144,11 @@ def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
     """The linear steps of a module: "name", or "name.fc1" and "name.fc2"."""
     kind, keys = f"te_mx.{type(module).__name__}", module._weight_keys
     steps = [name] if len(keys) == 1 else [f"{name}.{key.removesuffix('_weight')}" for key in keys]
-    dropped, rows = module._is_dropped(), []
-    weight = "master" if module._frozen is None else module._how_frozen()
+    source, rows = module._source, []
+    weight = source.words() or "master"
     for i, step in enumerate(steps):
         ran = _ALL_HIGH
-        if module._seen is not None or dropped:
+        if module._seen is not None or source.alone is not None:
             first = module._tag + len(GEMMS) * i
             fprop, dgrad, wgrad = (
                 LAST_RUN.get(first + gemm, NEVER) if module._tag >= 0 else NEVER
@@ -183,10 +174,5 @@ def _unasked(module: MXModule, key: str, dgrad: str, wgrad: str) -> tuple[str, s
 
 def _weights(module: MXModule, key: str) -> list[Tensor]:
     """The memory that code which runs a module reads of one of its weights."""
-    if module._is_dropped():
-        return [module._codes(key)[0]]
-    found = list(module._each_of(key))
-    kept = None if module._frozen is None else module._frozen.kept.get(key)
-    if kept is not None and kept.row is not None:
-        found.append(kept.row.codes)
+    found = module._source.read(module, key)
     return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter)]

@@ -25,6 +25,7 @@ from te_mx.layouts.operand import Operand
 from te_mx.runtime.arguments import (
     check_flag,
     check_memory,
+    check_place,
     check_written,
     is_one_of,
     shown,
@@ -35,6 +36,7 @@ USAGES = {
     "NN": ("columnwise", "rowwise"),
     "NT": ("columnwise", "columnwise"),
 }
+_K_IS = {"rowwise": "[., k]", "columnwise": "[k, .]"}
 
 
 def check_layout(layout: str) -> None:
@@ -60,10 +62,10 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
     usage_a, usage_b = USAGES[layout]
     a = operand_of(A, usage_a, "A", layout)
     b = operand_of(B, usage_b, "B", layout)
-    check_devices(a.codes.device, b.codes.device)
+    check_place("A", a.codes, b.codes.device, "B")
     if a.k != b.k:
         raise ValueError(
-            f"{layout} needs the same k in A {_k_is(usage_a)} and B {_k_is(usage_b)}, got {a.k} "
+            f"{layout} needs the same k in A {_K_IS[usage_a]} and B {_K_IS[usage_b]}, got {a.k} "
             f"(A is {A.rows} x {A.cols}) and {b.k} (B is {B.rows} x {B.cols})"
         )
     if a.spec != b.spec and a.format.transform != b.format.transform:
@@ -72,12 +74,6 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
             f"{a.format.name} and {b.format.name}; quantize both with the same one"
         )
     return a, b
-
-
-def check_devices(a: torch.device, b: torch.device) -> None:
-    """Raise ValueError for A and B on two devices."""
-    if a != b:
-        raise ValueError(f"A is on {a} and B on {b}; move one with .to(device)")
 
 
 def operand_of(tensor: Any, usage: str, name: str, layout: str) -> Operand:
@@ -91,17 +87,10 @@ def operand_of(tensor: Any, usage: str, name: str, layout: str) -> Operand:
     return operand
 
 
-def _k_is(usage: str) -> str:
-    return "[., k]" if usage == "rowwise" else "[k, .]"
-
-
-_DTYPES = "float32, bfloat16 or float16"
-
-
 def check_dtype(dtype: torch.dtype, name: str) -> None:
     """Raise TypeError unless dtype is one that kernels write."""
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be {_DTYPES}, got {shown(dtype)}")
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {shown(dtype)}")
 
 
 def resolve(
@@ -159,10 +148,7 @@ def check_tensor(
     check_dtype(tensor.dtype, f"the dtype of {name}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} ({reason}), got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(
-            f"{name} is on {tensor.device} and A and B are on {device}; move it with .to()"
-        )
+    check_place(name, tensor, device, "A and B")
 
 
 def check_out(

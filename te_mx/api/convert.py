@@ -19,28 +19,17 @@ from typing import Any
 
 from torch import nn
 
-from te_mx.conversion.bound import bind, unbind
-from te_mx.conversion.decisions import Decisions, Wanted, decide
+from te_mx.conversion.decisions import Decisions, Wanted, bind, decide, unbind
 from te_mx.conversion.layers import fusion_row, layers_of, row, seam_of
 from te_mx.conversion.report import REVERTED, SKIPPED, ConversionReport
-from te_mx.fusion.class_swap import (
-    Reclassed,
-    give,
-    take_back,
-    why_not_back,
-)
+from te_mx.fusion.class_swap import Reclassed, give, take_back, why_not_back
 from te_mx.fusion.in_place import fuse_in_place, unfuse_in_place
 from te_mx.fusion.sequences import fuse_all, unfuse
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
 from te_mx.recipe import Recipe, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, check_size, is_one_of, shown
 from te_mx.runtime.ran import end_tags
 
 
@@ -160,12 +149,9 @@ def _change(model: nn.Module, decisions: Decisions, recipe: Recipe | None) -> No
 
 def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
     check_module(model)
-    if isinstance(filter_fn, str) and filter_fn != "auto":
-        raise ValueError(
-            f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
-        )
-    if filter_fn is not None and not isinstance(filter_fn, str) and not callable(filter_fn):
-        raise TypeError(
+    if not callable(filter_fn) and not is_one_of(filter_fn, ("auto", None)):
+        wrong = ValueError if isinstance(filter_fn, str) else TypeError
+        raise wrong(
             f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
         )
     for name, value in flags.items():
@@ -187,7 +173,7 @@ def _why_nothing(report: ConversionReport) -> str:
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
     "keeps_given_input", "delay_wgrad_compute", "_converted", "_bound", "_seen", "_ran",
-    "_microbatch", "_frozen", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
+    "_source", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
@@ -236,11 +222,11 @@ def _why_not(module: Any) -> str:
         return reason
     if not in_place and type(module) is not Linear:
         return f"its class is {type(module).__name__}, a subclass of te_mx.Linear"
-    if module._frozen is not None:
-        return "frozen: call te_mx.unfreeze_weights first"
+    if state := module._source.standing:
+        return f"{state}: call te_mx.unfreeze_weights first"
     if in_place:
         return ""
-    if module._split is not None:
+    if module._parts_of("weight") != ("weight",):
         return "nn.Linear has no parameters_split"
     if module._shared is not None:
         return "nn.Linear has no process group (tp_group, parallel_mode)"

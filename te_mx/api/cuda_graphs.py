@@ -21,12 +21,7 @@ from torch.utils.hooks import unserializable_hook
 from te_mx.context.region import active_region, autocast
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    shown,
-)
-from te_mx.torch_internals import tree_leaves
+from te_mx.runtime.arguments import check_flag, check_size, shown
 
 _NAME = "make_graphed_callables"
 _OFF, _OUTSIDE = "te_mx off", "no te_mx.autocast region"
@@ -90,7 +85,7 @@ def make_graphed_callables(
     if not torch.cuda.is_available():
         raise RuntimeError(f"{_NAME}: needs a CUDA device, and torch finds none")
     with region:
-        captured = [_Captured.of(function, recipe is not None) for function in functions]
+        captured = [_Captured(function, recipe is not None) for function in functions]
     places = [place for one in captured for place in one.places]
     unused = allow_unused_input or bool(places)
     before = [(place.main_grad, place.main_grad.clone()) for place in places]
@@ -145,12 +140,21 @@ def _check(functions: tuple[Any, ...], sample_args: Any, several: bool) -> None:
     for args in sample_args if several else (sample_args,):
         if not isinstance(args, tuple):
             raise TypeError(f"sample_args must be a tuple of tuples, got {shown(args)} in it")
-        for leaf in tree_leaves(args):
+        for leaf in _leaves(args):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"sample_args must hold tensors only, got {shown(leaf)}; bind other arguments "
                     "first, e.g. with functools.partial"
                 )
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What is in nested tuples, lists and dicts."""
+    if not isinstance(tree, tuple | list | dict):
+        yield tree
+        return
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        yield from _leaves(part)
 
 
 def _mx_modules(function: Any) -> list[MXModule]:
@@ -182,20 +186,15 @@ class _Captured:
     graph, so that calls outside of regions run them.
     """
 
-    def __init__(self, function: Any, settings: tuple[Any, ...], own: bool) -> None:
+    def __init__(self, function: Any, own: bool) -> None:
         self.label = type(function).__name__ if isinstance(function, nn.Module) else shown(function)
         self.module = function if isinstance(function, nn.Module) else None
         self.training = self.module is not None and self.module.training
         self.modules = _mx_modules(function)
-        self.settings = settings
-        self.own = own
+        self.settings, self.own = _settings_now(self.modules), own
         self.parameters = list(self.module.parameters()) if self.module is not None else []
         self.addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.places = _places(self.modules)
-
-    @classmethod
-    def of(cls, function: Any, own: bool) -> _Captured:
-        return cls(function, _settings_now(_mx_modules(function)), own)
 
     def check(self) -> None:
         """Raise RuntimeError where a call would not do what was captured."""

@@ -11,17 +11,8 @@ from torch import nn
 from te_mx.context.region import current_recipe
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    shown,
-)
-from te_mx.weights.formats import (
-    NOTHING,
-    WEIGHT_ONLY,
-    Fixed,
-    fixed_by,
-)
+from te_mx.runtime.arguments import check_flag, check_module, shown
+from te_mx.weights.formats import WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.weights.missing import take_back
 from te_mx.weights.weight_readers import reads_now, weights_read
 
@@ -124,10 +115,14 @@ def freeze_weights(
     ambient = recipe if recipe is not None else current_recipe()
     resolved = resolve_recipe(ambient).settings
     modules = _modules(model)
-    if any(_is_fsdp2(module) for module in model.modules()):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing of it is imported here
+    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
         _check_sharded(model, modules, drop_master)
-    wanted = modules if filter_fn is None else _chosen(modules, filter_fn)
-    how = []
+    wanted, how = modules, []
+    if filter_fn is not None:
+        wanted = [(name, module) for name, module in modules if filter_fn(cast(Any, module), name)]
+        if not wanted:
+            raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
     if drop_master:
         _refuse_read(model, wanted)
     for name, module in wanted:
@@ -138,30 +133,21 @@ def freeze_weights(
     done = []
     try:
         for module, made, fixed in how:
-            new = module._frozen is None
+            new = not module._source.standing
             module.freeze(made, drop_master, fixed)
             if new:
                 done.append(module)
     except BaseException:
         for module in done:
-            if not module._is_dropped():
+            if module._source.saved is None:
                 module.unfreeze()
         raise
-    return sum(module._frozen is not None for _, module in modules)
-
-
-def _chosen(
-    modules: list[tuple[str, MXModule]], filter_fn: Callable[[nn.Module, str], bool]
-) -> list[tuple[str, MXModule]]:
-    chosen = [(name, module) for name, module in modules if filter_fn(cast(Any, module), name)]
-    if not chosen:
-        raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
-    return chosen
+    return sum(bool(module._source.standing) for _, module in modules)
 
 
 def _refuse_read(model: nn.Module, wanted: list[tuple[str, MXModule]]) -> None:
     """Raise ValueError where modules of a model compute with weights that are to be dropped."""
-    names = {id(module): name for name, module in wanted if not module._is_dropped()}
+    names = {id(module): name for name, module in wanted if module._source.saved is None}
     read: dict[str, str] = {}
     for owner in model.modules():
         if reads_now(owner):
@@ -185,17 +171,16 @@ def _formats(
     name: str, module: MXModule, settings: Settings, asked: tuple[Any, Any], drop_master: bool
 ) -> tuple[Settings, Fixed]:
     """What a module is frozen with, `settings` if it is not frozen yet, and what that fixes."""
-    before = NOTHING
-    if module._frozen is not None:
-        settings, before = module._frozen.settings, module._frozen.fixed
-    codes = "now" if module._is_dropped() else "then" if drop_master else ""
+    source = module._source
+    settings, before = source.settings or settings, source.fixed
+    codes = "now" if source.saved is not None else "then" if drop_master else ""
     made, fixed = fixed_by(settings, *asked, before, codes)
-    if module._frozen is not None and made.w != settings.w:
+    if source.standing and made.w != settings.w:
         raise ValueError(
             f"{name}: it is frozen to {settings.w} already; call te_mx.unfreeze_weights first, or "
             "leave it out by filter_fn"
         )
-    if fixed.weight_only and not (drop_master or module._is_dropped()):
+    if fixed.weight_only and not codes:
         raise ValueError(
             f"{name}: activations={WEIGHT_ONLY!r} needs drop_master=True: it multiplies what the "
             "codes stand for, while parameters that are kept are quantized anew when they change"
@@ -212,17 +197,11 @@ def _check_sharded(model: nn.Module, modules: list[tuple[str, MXModule]], drop: 
             "masters before sharding, or use drop_master=False"
         )
     for _, module in modules:
-        if module._is_lent():
+        if module._holds_lent():
             raise ValueError(
                 f"{name} is sharded by fully_shard and not resharded: {module._label()} has lent "
                 "parameters, which freezing would not outlive; call model.reshard() first"
             )
-
-
-def _is_fsdp2(module: nn.Module) -> bool:
-    """Whether fully_shard was called on a module; nothing of torch.distributed is imported."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
@@ -251,8 +230,8 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
             then.
     """
     check_flag("dequantize", dequantize)
-    modules = [(name, module) for name, module in _modules(model) if module._frozen is not None]
-    dropped = [name for name, module in modules if module._is_dropped()]
+    modules = [(name, module) for name, module in _modules(model) if module._source.standing]
+    dropped = [name for name, module in modules if module._source.saved is not None]
     if dropped and not dequantize:
         raise RuntimeError(
             f"the high-precision weights of {len(dropped)} layers were dropped by "

@@ -1,48 +1,38 @@
-"""te_mx.quantize and te_mx.gemm: the public functions on MXTensors.
+"""te_mx.quantize and te_mx.gemm: the public functions on MXTensors. Gradients do not flow through
+either: the modules of te_mx.nn are what trains.
 
-Gradients do not flow through either: the modules of te_mx.nn are what trains.
-
-te_mx.gemm of two tensors that stand still: after a few calls of the same kind the kernel, its
-native record and the packed operands are known, and a call looks only at what may have changed.
-
-What may have changed: the codes (torch counts writes to them), the stream, a graph that is being
-captured, and who watches the dispatcher. Then the long way is taken, which says what is wrong.
+Of two tensors that stand still, after a few calls of the same kind, the plan of their kernel and
+the packed operands are known, and te_mx.gemm looks only at what may have changed: the codes
+(torch counts writes to them), the stream, a graph that is being captured, and who watches the
+dispatcher. Then the long way is taken, which says what is wrong.
 """
 
 from __future__ import annotations
 
 import math
 from operator import is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx import _ops as ops
+from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES, Mode
-from te_mx._ops.gemm import empty
+from te_mx._ops.gemm import empty, note_written
 from te_mx._ops.library import is_direct
-from te_mx.api import blas as _blas
-from te_mx.api import blas as _epilogue
-from te_mx.api import mixed_gemm
-from te_mx.api.tensor import MXTensor, _make, format_of, name_of
+from te_mx.api import blas, mixed_gemm
+from te_mx.api.tensor import MXTensor, _make, name_of
 from te_mx.autograd import node
-from te_mx.dispatch.kernels import PreparedGemm
-from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derived, pick_problem
+from te_mx.dispatch.calls import Product
+from te_mx.dispatch.kernels import Plan, derived
+from te_mx.dispatch.registry import planned
+from te_mx.dispatch.run import REFERENCE
 from te_mx.formats import Format
 from te_mx.formats.scaling import STOCHASTIC
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.runtime import streams
-from te_mx.runtime.arguments import (
-    check_dense,
-    check_flag,
-    is_one_of,
-    shown,
-)
-
-if TYPE_CHECKING:
-    from te_mx.api.tensor import MXTensor
+from te_mx.runtime.arguments import check_dense, check_flag, is_one_of, parts_of, shown
 
 
 class Call(NamedTuple):
@@ -57,15 +47,19 @@ class Call(NamedTuple):
 
 _TYPES = (str, torch.dtype, str, int, bool)
 _DEFAULTS = (None, False, None, None, False, None)
+_PLAIN = ops.Epilogue()
 _compiling = torch.compiler.is_dynamo_compiling
 
 
-class _Plan(NamedTuple):
+class _Known(NamedTuple):
+    """What calls of one kind share, and the plan of their product."""
+
     device: torch.device
     shape: tuple[int, int]
     a_key: tuple[Any, ...]  # of MXTensor's packed forms
     b_key: tuple[Any, ...]
-    run: PreparedGemm
+    mode: Mode
+    plan: Plan
 
 
 def run(A: Any, B: Any, call: Call, out: Any, *rest: Any) -> Tensor | None:
@@ -80,35 +74,37 @@ def run(A: Any, B: Any, call: Call, out: Any, *rest: Any) -> Tensor | None:
         or node.active()
     ):
         return None
-    plan = derived().get((A.device, A._fmt, A._shape, B._fmt, B._shape, call))
-    if plan is None or A._uncounted or B._uncounted or B.device != plan.device:
+    known = derived().get((A.device, A._fmt, A._shape, B._fmt, B._shape, call))
+    if known is None or A._uncounted or B._uncounted or B.device != known.device:
         return None
-    device = plan.device
+    device = known.device
     stream = streams.current(device)
-    a, b = A._packs.get((*plan.a_key, stream)), B._packs.get((*plan.b_key, stream))
+    a, b = A._packs.get((*known.a_key, stream)), B._packs.get((*known.b_key, stream))
     if a is None or b is None:
         return None
     (a_now, rhs), (b_now, lhs) = a, b
     if (
         rhs is None
         or lhs is None
-        or a_now != A._versions(plan.a_key[0])
-        or b_now != B._versions(plan.b_key[0])
+        or a_now != A._versions(known.a_key[0])
+        or b_now != B._versions(known.b_key[0])
         or not is_direct(lhs.codes, out)
         or streams.capturing(device)
     ):
         return None
+    given = out
     if out is None:
-        out = empty(lhs.codes, plan.shape, call.out_dtype)
-        return out if plan.run(lhs, rhs, out) else None
-    if not _takes(out, plan, call, A, B) or not plan.run(lhs, rhs, out):
+        out = empty(lhs.codes, known.shape, call.out_dtype)
+    elif not _takes(out, known, call, A, B):
         return None
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+    if known.plan(Product(lhs, rhs, _PLAIN, out, None, known.mode)) is None:
+        return None
+    if given is not None:
+        note_written(given)
     return out
 
 
-def _takes(out: Tensor, plan: _Plan, call: Call, A: MXTensor, B: MXTensor) -> bool:
+def _takes(out: Tensor, plan: _Known, call: Call, A: MXTensor, B: MXTensor) -> bool:
     """Whether a plain tensor can be written as te_mx.gemm promises, looking at no message."""
     if (
         out.layout is not torch.strided
@@ -132,23 +128,21 @@ def _takes(out: Tensor, plan: _Plan, call: Call, A: MXTensor, B: MXTensor) -> bo
 
 
 def remember(A: MXTensor, B: MXTensor, call: Call, usages: tuple[str, str]) -> None:
-    """Prepare later calls of this kind, after one that ran on packed operands."""
-    known, key = derived(), (A.device, A._fmt, A._shape, B._fmt, B._shape, call)
-    if key in known:
+    """Plan later calls of this kind, after one that ran on packed operands."""
+    device, packing = A.device, Mode(call.precision, call.spread)
+    key = device, A._fmt, A._shape, B._fmt, B._shape, call
+    if key in derived() or (device.type == "cuda" and device.index is None):
         return
-    a, b = A.operand(usages[0]), B.operand(usages[1])
-    assert a is not None and b is not None
-    device, mode = a.codes.device, Mode(call.precision, call.spread)
-    problem = Problem(
-        "gemm", place_of(device), b.spec, a.spec, b.rows, a.rows, a.k, precision=call.precision,
-        dtype=call.out_dtype, spread=call.spread, split_k=call.split_k,
-    )  # fmt: skip
-    prepared = None if problem.empty else pick_problem(problem).prepared(problem)
-    if prepared is not None and (device.type != "cuda" or device.index is not None):
-        a_key, b_key = (usages[0], "rhs", mode), (usages[1], "lhs", mode)
-        known[key] = _Plan(device, (b.rows, a.rows), a_key, b_key, prepared)
-    else:
-        known[key] = None
+    stream = streams.current(device)
+    a_key, b_key = (usages[0], "rhs", packing), (usages[1], "lhs", packing)
+    rhs, lhs = (one._packs.get((*of, stream), (0, None))[1] for one, of in ((A, a_key), (B, b_key)))
+    if rhs is None or lhs is None:
+        return
+    mode = packing._replace(split_k=call.split_k)
+    sizes = lhs.rows, rhs.rows, lhs.k
+    kernel, plan = planned("gemm", device, lhs.spec, rhs.spec, sizes, call.out_dtype, *mode)
+    if kernel.name != REFERENCE and 0 not in sizes:
+        derived()[key] = _Known(device, sizes[:2], a_key, b_key, mode, plan)
 
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -230,7 +224,7 @@ def quantize(
     check_dense("x", x)
     if x.dim() == 0:
         raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
-    known = format_of(fmt)
+    known = formats.get(fmt)
     rule = known.scaling.rules[0] if scale_rule is None else scale_rule
     if not known.scaling.knows(rule):
         raise ValueError(
@@ -260,12 +254,8 @@ def quantize(
         f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "",
         rule=rule if seed is None else rule + STOCHASTIC, seed=seed,
     )[:2]  # fmt: skip
-    row_codes, row_scales = (None, None) if row is None else row[:2]
-    col_codes, col_scales = (None, None) if col is None else col[:2]
-    return _make(
-        x.shape, name_of(known), row_codes, row_scales, col_codes, col_scales,
-        bool(columnwise and transposed),
-    )  # fmt: skip
+    parts = (None,) * 2 if row is None else row[:2], (None,) * 2 if col is None else col[:2]
+    return _make(x.shape, name_of(known), (*parts[0], *parts[1]), bool(columnwise and transposed))
 
 
 def _seed_of(
@@ -377,44 +367,40 @@ def gemm(
         node.refuse("te_mx.gemm", tensors, node.FUNCTION, grad=True)
     mixed = mixed_gemm.sides_of(A, B, layout)
     if mixed is None:
-        a, b = _blas.operands(A, B, layout)
+        a, b = blas.operands(A, B, layout)
         n, m, device = b.rows, a.rows, a.codes.device
-        read: dict[str, Tensor | None] = {
-            "the codes of A": a.codes, "the scales of A": a.scales,
-            "the codes of B": b.codes, "the scales of B": b.scales,
-        }  # fmt: skip
+        read: list[tuple[str, Tensor | None]] = [*parts_of("A", a), *parts_of("B", b)]
     else:
-        n, m, device, read = mixed.n, mixed.m, A.device, dict(mixed.parts)
-    epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
+        n, m, device, read = mixed.n, mixed.m, A.device, [*mixed.parts]
+    epilogue = blas.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
     if epilogue.bias_grad == "operand" and mixed is None and b.format.transform is not None:
         raise ValueError(
             f"bias asks for the sums of B over k, but B is {b.format.name}, whose codes are those "
             "of transformed values; leave bias away and sum the tensor that was quantized"
         )
-    read |= {"bias": epilogue.bias, "gelu_in": epilogue.gelu_in}
-    _epilogue.check_out(out, n, m, device, out_dtype, accumulate, read.items())
+    read += [("bias", epilogue.bias), ("gelu_in", epilogue.gelu_in)]
+    blas.check_out(out, n, m, device, out_dtype, accumulate, read)
     if aux_dtype is not None:
-        _epilogue.check_dtype(aux_dtype, "aux_dtype")
+        blas.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
     if mixed is not None:
         made = mixed_gemm.run(mixed, epilogue, out, out_dtype, aux_dtype)
-        return _output(made, bias)
-    assert not isinstance(A, Tensor) and not isinstance(B, Tensor)
-    mode = ops.Mode(precision, alignment_spread, split_k)
-    if not torch.compiler.is_compiling() and ops.worth_packing(b, a, mode):
-        usage_a, usage_b = _blas.USAGES[layout]
-        kept_as = ops.Mode(precision, alignment_spread)
-        a = A.kept_operand(usage_a, "rhs", kept_as) or a
-        if epilogue.bias_grad != "operand":  # which sums the values that were quantized
-            b = B.kept_operand(usage_b, "lhs", kept_as) or b
-        if call is not None:
-            remember(A, B, call, (usage_a, usage_b))
-    made = ops.gemm_2d(b, a, epilogue, out=out, out_dtype=out_dtype, aux_dtype=aux_dtype, mode=mode)
-    return _output(made, bias)
-
-
-def _output(made: ops.GemmParts, bias: Tensor | bool | None) -> GemmOutput:
+    else:
+        assert not isinstance(A, Tensor) and not isinstance(B, Tensor)
+        mode = ops.Mode(precision, alignment_spread, split_k)
+        if not torch.compiler.is_compiling() and ops.worth_packing(b, a, mode):
+            usage_a, usage_b = blas.USAGES[layout]
+            kept_as = ops.Mode(precision, alignment_spread)
+            specs = a.spec, b.spec
+            a = A.kept_operand(usage_a, "rhs", kept_as, specs[1]) or a
+            if epilogue.bias_grad != "operand":  # which sums the values that were quantized
+                b = B.kept_operand(usage_b, "lhs", kept_as, specs[0]) or b
+            if call is not None:
+                remember(A, B, call, (usage_a, usage_b))
+        made = ops.gemm_2d(
+            b, a, epilogue, out=out, out_dtype=out_dtype, aux_dtype=aux_dtype, mode=mode
+        )
     bias_grad = made.bias_grad
     if bias_grad is not None and isinstance(bias, Tensor):
         bias_grad = bias_grad.to(bias.dtype)

@@ -1,11 +1,6 @@
 """te_mx.grouped_linear and te_mx.grouped_wgrad: grouped products for mixtures of experts that keep
-their own parameters and their own token layout.
-
-Operands of te_mx.grouped_wgrad that are quantized already: columnwise copies, whose blocks hold
-rows of one group where every group starts at a block.
-
-te_mx.grouped_gemm: the products of all groups on operands that are quantized already, or of
-tokens as they are.
+their own parameters and their own token layout; te_mx.grouped_gemm: the products of all groups on
+operands that are quantized already, or of tokens as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from te_mx.api.groups import (
     aligned,
     check_floats,
     check_out,
-    check_place,
     parts,
     quantized_parts,
     readable,
@@ -47,7 +41,14 @@ from te_mx.dispatch.groups import scale_rows
 from te_mx.formats import Format
 from te_mx.layouts.plain import COLS, GROUPED_COLS
 from te_mx.recipe import Settings
-from te_mx.runtime.arguments import check_flag, check_size, check_written, parts_of, shown
+from te_mx.runtime.arguments import (
+    check_flag,
+    check_place,
+    check_size,
+    check_written,
+    parts_of,
+    shown,
+)
 
 WGRAD = "grouped_wgrad"
 
@@ -209,7 +210,7 @@ def grouped_gemm(
     check_dtype(out_dtype, f"{OWNER}: out_dtype")
     settings = settings_of(recipe, forward=False)
     rhs = stack_of(weight, OWNER)
-    plain = isinstance(inp, Tensor) and inp.dtype in mixed_gemm.GROUPED_DTYPES
+    plain = isinstance(inp, Tensor) and inp.dtype in mixed_gemm.DTYPES
     lhs = mixed_gemm.check(inp, rhs, OWNER) if plain else tokens_of(inp)  # type: ignore[arg-type]
     first = lhs if isinstance(lhs, Tensor) else lhs.codes
     most = _check_sizes(tuple(inp.shape), first, rhs, masked_m is not None)
@@ -217,7 +218,7 @@ def grouped_gemm(
         lhs = first = lhs.reshape(lhs.shape[:-1].numel(), rhs.k)
     if bias is not None:
         check_floats(f"{OWNER}: bias", bias)
-        check_place(f"{OWNER}: bias", bias, first)
+        check_place(f"{OWNER}: bias", bias, first.device)
         if bias.shape != (rhs.groups, rhs.rows):
             raise ValueError(
                 f"{OWNER}: bias must be [{rhs.groups}, {rhs.rows}], got {tuple(bias.shape)}"
@@ -302,11 +303,9 @@ def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
             f"one device, got {len(weight)}: {', '.join(map(str, sorted(kinds))) or 'none'}"
         )
     first = held[0]
-    codes, scales = (torch.stack([getattr(one, part) for one in held]) for part in _PARTS)
+    codes = torch.stack([one.codes for one in held])
+    scales = torch.stack([one.scales for one in held])
     return Stack(codes, scales, first.spec, len(held), first.rows, first.k)
-
-
-_PARTS = ("codes", "scales")
 
 
 def _rowwise(tensor: Any, name: str, owner: str) -> Operand:
@@ -330,7 +329,7 @@ def _check_sizes(shape: tuple[int, ...], first: Tensor, rhs: Stack, masked: bool
             f"{OWNER}: inp must be {expected} for weight [{rhs.groups}, {rhs.rows}, {rhs.k}], got "
             f"{shape}"
         )
-    check_place(f"{OWNER}: weight", rhs.codes, first)
+    check_place(f"{OWNER}: weight", rhs.codes, first.device)
     return shape[1] if masked else 0
 
 
@@ -463,55 +462,42 @@ def grouped_wgrad(
     """
     settings = settings_of(recipe, forward=False)
     check_flag("grouped_wgrad: accumulate", accumulate)
+    sides: dict[str, Operand] = {}
     if isinstance(grad, MXTensor) or isinstance(inp, MXTensor):
         sides = {"grad": columns_of("grad", grad), "inp": columns_of("inp", inp)}
-        return _wgrad_of_codes(sides, offs, out, out_dtype, accumulate, settings, alignment)
-    for name, value in (("grad", grad), ("inp", inp), ("out", out)):
-        if name != "out" or value is not None:
-            check_floats(f"grouped_wgrad: {name}", value)
-    if node.active():
-        node.refuse("grouped_wgrad", (grad, inp, out), node.FUNCTION, grad=True)
-    shape = wgrad_shape(grad, inp, offs)
-    alignment = check_size("grouped_wgrad: alignment", alignment, 1)
-    if out_dtype is not None:
-        check_dtype(out_dtype, "grouped_wgrad: out_dtype")
-    check_out("grouped_wgrad", out, out_dtype, shape, inp, accumulate)
-    if out is not None:
-        check_written(out, "out", (("grad", grad), ("inp", inp), ("offs", offs)))
-    with torch.no_grad():
-        rows = aligned(offs, alignment, inp, "grouped_wgrad")
-        grad, inp, offs = rows.taken(grad), rows.taken(inp), rows.groups.offs
-        return _wgrad(grad, inp, offs, out, out_dtype or inp.dtype, accumulate, settings)
-
-
-def _wgrad_of_codes(
-    sides: dict[str, Operand], offs: Tensor, out: Tensor | None, out_dtype: torch.dtype | None,
-    accumulate: bool, settings: Settings, alignment: int,
-) -> Tensor:  # fmt: skip
-    grad, inp = sides.values()
+        g, x = (side.codes for side in sides.values())
+    else:
+        check_floats("grouped_wgrad: grad", grad)
+        check_floats("grouped_wgrad: inp", inp)
+        g, x = grad, inp
     if out is not None:
         check_floats("grouped_wgrad: out", out)
     if node.active():
-        node.refuse("grouped_wgrad", (out,), node.FUNCTION, grad=True)
-    shape = wgrad_shape(grad.codes, inp.codes, offs)
+        node.refuse("grouped_wgrad", (out,) if sides else (g, x, out), node.FUNCTION, grad=True)
+    shape = wgrad_shape(g, x, offs)
     alignment = check_size("grouped_wgrad: alignment", alignment, 1)
     if out_dtype is not None:
         check_dtype(out_dtype, "grouped_wgrad: out_dtype")
-    check_out("grouped_wgrad", out, out_dtype, shape, inp.codes, accumulate)
+    check_out("grouped_wgrad", out, out_dtype, shape, x, accumulate)
     if out is not None:
-        check_written(out, "out", (*parts_of("grad", grad), *parts_of("inp", inp), ("offs", offs)))
+        read = *parts_of("grad", sides.get("grad", g)), *parts_of("inp", sides.get("inp", x))
+        check_written(out, "out", (*read, ("offs", offs)))
     with torch.no_grad():
-        (lhs, rhs), groups = grouped_columns(sides, offs, alignment)
+        if sides:
+            (lhs, rhs), groups = grouped_columns(sides, offs, alignment)
+        else:
+            rows = aligned(offs, alignment, x, "grouped_wgrad")
+            lhs, rhs, groups = _quantized(rows.taken(g), rows.taken(x), rows.groups.offs, settings)
         return gemm_k(
-            lhs, rhs, groups, out=out, out_dtype=out_dtype or torch.bfloat16,
-            accumulate=accumulate, mode=mode_of(settings),
+            lhs, rhs, groups, out=out, accumulate=accumulate, mode=mode_of(settings),
+            out_dtype=out_dtype or (torch.bfloat16 if sides else x.dtype),
         )  # fmt: skip
 
 
-def _wgrad(
-    grad: Tensor, inp: Tensor, offs: Tensor, out: Tensor | None, out_dtype: torch.dtype,
-    accumulate: bool, settings: Settings,
-) -> Tensor:  # fmt: skip
+def _quantized(
+    grad: Tensor, inp: Tensor, offs: Tensor, settings: Settings
+) -> tuple[Operand, Operand, Groups]:
+    """The columns of both sides of grouped_wgrad, and their groups."""
     form = GroupForms.of(inp, grad, settings)
     groups = Groups(on_device(offs, form.x.col, inp))
 
@@ -521,9 +507,5 @@ def _wgrad(
         assert made is not None
         return made
 
-    lhs = columns(grad, form.g.col, form.g_rule)
-    rhs = columns(inp, form.x.col, form.rule)
-    return gemm_k(
-        lhs, rhs, groups, out=out, out_dtype=out_dtype, accumulate=accumulate,
-        mode=mode_of(settings),
-    )  # fmt: skip
+    lhs, rhs = columns(grad, form.g.col, form.g_rule), columns(inp, form.x.col, form.rule)
+    return lhs, rhs, groups

@@ -1,19 +1,10 @@
-"""Which rows belong to which group: the forms that users have, as the end offsets that ops take.
-
-===========  ===============  ===================================================================
-argument     tokens           meaning
-===========  ===============  ===================================================================
-offs [G]     [R, K]           end offsets, group after group; with an alignment a group starts at
-                              the next multiple of it (DeepGEMM's psum layout: 128)
-index [R]    [R, K]           the group of each row in any order, -1 for none
-masked_m     [G, M_max, K]    the first masked_m[g] rows of group g
-===========  ===============  ===================================================================
+"""Which rows belong to which group: the forms that users have (offs, index, masked_m, as
+te_mx.grouped_gemm explains them) as the end offsets that ops take; and checks of what the grouped
+functions are given, before anything runs.
 
 What the host cannot read without waiting is never read: it is arithmetic on the device then, and
 what is out of range there is cut off. So nothing breaks a CUDA graph, and no address leaves the
 tensors.
-
-Checks of what te_mx.grouped_linear and te_mx.grouped_wgrad are given, before anything runs.
 """
 
 from __future__ import annotations
@@ -37,6 +28,7 @@ from te_mx.runtime.arguments import (
     check_address,
     check_dense,
     check_memory,
+    check_place,
     check_size,
     shown,
 )
@@ -124,7 +116,11 @@ def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
         return aligned(offs, form.alignment, tokens, owner)
     if masked_m is not None:
         check_index(masked_m, "masked_m", (groups,), tokens, owner)
-        return _masked(masked_m, most, owner)
+        if readable(masked_m) and any(not 0 <= m <= most for m in masked_m.tolist()):
+            got = masked_m.tolist()
+            raise ValueError(f"{owner}: masked_m must be 0 to M_max = {most}, got {got}")
+        starts = torch.arange(len(masked_m), device=masked_m.device) * most
+        return Rows(Groups(starts + masked_m.clamp(0, most), most))
     assert index is not None
     check_index(index, "index", (tokens.shape[0],), tokens, owner)
     if readable(index) and len(index):
@@ -135,13 +131,6 @@ def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
                 f"{most_of if most_of >= groups else least}"
             )
     return _indexed(index.to(tokens.device), groups)
-
-
-def _masked(masked_m: Tensor, most: int, owner: str) -> Rows:
-    if readable(masked_m) and any(not 0 <= m <= most for m in masked_m.tolist()):
-        raise ValueError(f"{owner}: masked_m must be 0 to M_max = {most}, got {masked_m.tolist()}")
-    starts = torch.arange(len(masked_m), device=masked_m.device) * most
-    return Rows(Groups(starts + masked_m.clamp(0, most), most))
 
 
 def _indexed(index: Tensor, groups: int) -> Rows:
@@ -209,15 +198,9 @@ def check_floats(name: str, value: Any) -> None:
     check_address(name, value)
 
 
-def check_place(name: str, value: Tensor, inp: Tensor) -> None:
-    """Raise ValueError unless a tensor is on the device of inp."""
-    if value.device != inp.device:
-        raise ValueError(f"{name} is on {value.device} and inp on {inp.device}; move one")
-
-
 def check_out(
     owner: str, out: Tensor | None, out_dtype: torch.dtype | None, shape: tuple[int, ...],
-    inp: Tensor, accumulate: bool,
+    inp: Tensor, accumulate: bool, of: str = "inp",
 ) -> None:  # fmt: skip
     """Raise TypeError or ValueError unless a result of this shape, in the dtype that was asked for
     if one was, can be written to `out`, or there is none and nothing to add to."""
@@ -226,7 +209,7 @@ def check_out(
             raise ValueError(f"{owner}: accumulate=True adds to out; pass the tensor as out=")
         return
     check_floats(f"{owner}: out", out)
-    check_place(f"{owner}: out", out, inp)
+    check_place(f"{owner}: out", out, inp.device, of)
     if out.shape != shape or not out.is_contiguous():
         raise ValueError(
             f"{owner}: out must be contiguous {shape}, got {tuple(out.shape)} with strides "
@@ -260,23 +243,8 @@ def parts(
             "grouped_linear: weight must hold one group or more, all of one shape, got "
             f"{[tuple(w.shape) for w in weights]}"
         )
-    if inp.dim() != dims or inp.shape[-1] != k:
-        raise ValueError(
-            f"grouped_linear: inp must be {'[R, ' if dims == 2 else '[G, M_max, '}{k}] for weight "
-            f"[{n}, {k}] of every group, got {tuple(inp.shape)}"
-        )
-    if bias is None:
-        return weights, groups
-    biases = _tensors("bias", bias, inp)
-    if isinstance(bias, Tensor) != stacked:  # both as weight is
-        biases = bias.unbind(0) if isinstance(bias, Tensor) else (weight_parts.stack(biases),)
-    shape = (groups, n) if stacked else (n,)
-    if len(biases) != len(weights) or any(b.shape != shape for b in biases):
-        raise ValueError(
-            f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
-            f"{[tuple(b.shape) for b in biases]}"
-        )
-    return weights + biases, groups
+    _check_tokens(inp, dims, n, k)
+    return weights + _biases(bias, inp, groups, n, stacked), groups
 
 
 def quantized_parts(
@@ -286,31 +254,41 @@ def quantized_parts(
     RuntimeError where a gradient is asked for."""
     check_floats("grouped_linear: inp", inp)
     groups, n, k = weight.groups, weight.rows, weight.k
-    check_place("grouped_linear: weight", weight.codes, inp)
-    if inp.dim() != dims or inp.shape[-1] != k:
-        raise ValueError(
-            f"grouped_linear: inp must be {'[R, ' if dims == 2 else '[G, M_max, '}{k}] for weight "
-            f"[{n}, {k}] of every group, got {tuple(inp.shape)}"
-        )
-    biases = () if bias is None else _tensors("bias", bias, inp)
-    if bias is not None and not isinstance(bias, Tensor):
-        if len(biases) != groups or any(b.shape != (n,) for b in biases):
-            raise ValueError(
-                f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
-                f"{[tuple(b.shape) for b in biases]}"
-            )
-        biases = (weight_parts.stack(biases),)
-    if biases and biases[0].shape != (groups, n):
-        raise ValueError(
-            f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
-            f"{tuple(biases[0].shape)}"
-        )
+    check_place("grouped_linear: weight", weight.codes, inp.device)
+    _check_tokens(inp, dims, n, k)
+    biases = _biases(bias, inp, groups, n, True)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *biases)):
         raise RuntimeError(
             "grouped_linear: gradients do not flow where weights are MXTensors; call it under "
             "torch.no_grad(), or pass weights in high precision"
         )
     return biases
+
+
+def _check_tokens(inp: Tensor, dims: int, n: int, k: int) -> None:
+    if inp.dim() != dims or inp.shape[-1] != k:
+        raise ValueError(
+            f"grouped_linear: inp must be {'[R, ' if dims == 2 else '[G, M_max, '}{k}] for weight "
+            f"[{n}, {k}] of every group, got {tuple(inp.shape)}"
+        )
+
+
+def _biases(
+    bias: Tensor | Iterable[Tensor] | None, inp: Tensor, groups: int, n: int, stacked: bool
+) -> tuple[Tensor, ...]:
+    """The biases of all groups, [G, N] where they are to be `stacked`; nothing for None."""
+    if bias is None:
+        return ()
+    found, whole = _tensors("bias", bias, inp), isinstance(bias, Tensor)
+    shape = (groups, n) if whole else (n,)
+    if any(b.shape != shape for b in found) or (not whole and len(found) != groups):
+        raise ValueError(
+            f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
+            f"{[tuple(b.shape) for b in found]}"
+        )
+    if whole == stacked:
+        return found
+    return (weight_parts.stack(found),) if stacked else found[0].unbind(0)
 
 
 def _tensors(name: str, value: Any, inp: Tensor) -> tuple[Tensor, ...]:
@@ -324,7 +302,7 @@ def _tensors(name: str, value: Any, inp: Tensor) -> tuple[Tensor, ...]:
     for i, tensor in enumerate(found):
         label = f"grouped_linear: {name}" if whole else f"grouped_linear: {name}[{i}]"
         check_floats(label, tensor)
-        check_place(label, tensor, inp)
+        check_place(label, tensor, inp.device)
     return found
 
 
@@ -355,7 +333,7 @@ def wgrad_shape(grad: Tensor, inp: Tensor, offs: Tensor) -> tuple[int, int, int]
             raise ValueError(
                 f"grouped_wgrad: {name} must be a matrix, got shape {tuple(value.shape)}"
             )
-    check_place("grouped_wgrad: grad", grad, inp)
+    check_place("grouped_wgrad: grad", grad, inp.device)
     if grad.shape[0] != inp.shape[0]:
         raise ValueError(
             f"grouped_wgrad: grad and inp must have the same rows, got {grad.shape[0]} and "

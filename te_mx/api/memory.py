@@ -1,10 +1,8 @@
-"""te_mx.record_saved: how many bytes each layer keeps for backward.
+"""te_mx.record_saved: how many bytes each layer keeps for backward; te_mx.checkpoint_ops: what
+selective activation checkpointing may save of te_mx layers.
 
 torch's hooks on saved tensors see all that autograd saves, of every layer and of whatever lies
-between them; hooks on the layers say whose forward is running. Nothing of it is there when nobody
-records.
-
-What selective activation checkpointing may save of te_mx layers.
+between them; hooks on the layers say whose forward is running.
 """
 
 from __future__ import annotations

@@ -15,19 +15,14 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
-from te_mx.api.blas import (
-    USAGES,
-    check_devices,
-    check_layout,
-    operand_of,
-)
+from te_mx.api.blas import USAGES, check_layout, operand_of
 from te_mx.autograd.grouped import grouped_plain
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.layouts import spec_of
-from te_mx.runtime.arguments import check_memory, shown
+from te_mx.runtime.arguments import check_memory, check_place, parts_of, shown
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
@@ -48,15 +43,9 @@ class Sides(NamedTuple):
         return _sizes(self.rhs)[0]
 
     @property
-    def parts(self) -> dict[str, Tensor]:
+    def parts(self) -> tuple[tuple[str, Tensor], ...]:
         """What the product reads, by name."""
-        read = {}
-        for name, side in (("A", self.rhs), ("B", self.lhs)):
-            if isinstance(side, Tensor):
-                read[name] = side
-            else:
-                read[f"the codes of {name}"], read[f"the scales of {name}"] = side[:2]
-        return read
+        return *parts_of("A", self.rhs), *parts_of("B", self.lhs)
 
 
 def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
@@ -78,7 +67,7 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
     check_layout(layout)
     usage_a, usage_b = USAGES[layout]
     a, b = _side(A, usage_a, "A", layout), _side(B, usage_b, "B", layout)
-    check_devices(_device(a), _device(b))
+    check_place("A", _held(a), _held(b).device, "B")
     if (k := _sizes(a)[1]) != (k_b := _sizes(b)[1]):
         raise ValueError(
             f"{layout} needs the same k in A and B, got {k} (A is {tuple(A.shape)}) and {k_b} "
@@ -111,8 +100,8 @@ def _sizes(side: Operand | Tensor) -> tuple[int, int]:
     return (len(side), side.shape[1]) if isinstance(side, Tensor) else (side.rows, side.k)
 
 
-def _device(side: Operand | Tensor) -> torch.device:
-    return side.device if isinstance(side, Tensor) else side.codes.device
+def _held(side: Operand | Tensor) -> Tensor:
+    return side if isinstance(side, Tensor) else side.codes
 
 
 @torch.no_grad()
@@ -143,9 +132,6 @@ def run(
     if epilogue.gelu is not None and epilogue.gelu_in is None:
         aux = torch.empty_like(out, dtype=aux_dtype or out.dtype)
     return GemmParts(out, aux, finish(value, bias_grad, epilogue, out, aux))
-
-
-GROUPED_DTYPES = DTYPES
 
 
 def check(inp: Tensor, weight: Stack, owner: str) -> Tensor:

@@ -13,12 +13,8 @@ from te_mx import formats
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
-from te_mx.runtime.arguments import (
-    check_module,
-    is_one_of,
-    shown,
-)
-from te_mx.weights.frozen import Freezable
+from te_mx.runtime.arguments import check_module, check_one_of
+from te_mx.weights.freezing import Freezable
 from te_mx.weights.missing import claim
 
 _K = 32  # elements of an MX block
@@ -121,12 +117,11 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
             to others or readers of the style expect values. Nothing is changed.
     """
     check_module(model)
-    if not is_one_of(style, STYLES):
-        raise ValueError(f"style must be one of {', '.join(map(repr, STYLES))}, got {shown(style)}")
+    check_one_of("style", style, STYLES)
     chosen = STYLES[style]
     dropped = [
         (n or "(root)", m) for n, m in model.named_modules()
-        if isinstance(m, MXModule) and m._is_dropped()
+        if isinstance(m, MXModule) and m._source.saved is not None
     ]  # fmt: skip
     fmt, weight_only = _the_format(dropped)
     if fmt not in chosen.ends:
@@ -140,7 +135,10 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     for name, module in dropped:
         if problem := _why_not(module, fmt) or _why_no_head(model, module, chosen):
             raise ValueError(f"{name}: {problem}")
-    made = chosen.make(fmt, weight_only, _left_out(model, {id(m) for _, m in dropped}))
+    codes = {id(module) for _, module in dropped}
+    linear = (nn.Linear, MXModule)
+    left = [n for n, m in model.named_modules() if isinstance(m, linear) and id(m) not in codes]
+    made = chosen.make(fmt, weight_only, left)
     claim(model, [module for _, module in dropped], chosen.ends[fmt], made)
     if any(isinstance(module, ExpertsModule) for _, module in dropped):
         from te_mx.integrations.hf_quantizer import convert_scales_too
@@ -157,7 +155,7 @@ def _the_format(dropped: list[tuple[str, Any]]) -> tuple[str, bool]:
         raise ValueError(
             "no layer holds codes: call te_mx.freeze_weights(model, drop_master=True) first"
         )
-    found = {(m._frozen.settings.w, m._frozen.fixed.weight_only): n for n, m in dropped}
+    found = {m._source.saved: n for n, m in dropped}
     if len({fmt for fmt, _ in found}) > 1:
         rows = ", ".join(f"{name} {fmt}" for (fmt, _), name in found.items())
         raise ValueError(f"the layers hold several formats ({rows}), and a config says one")
@@ -199,9 +197,3 @@ def _why_no_head(model: Any, module: Any, style: _Style) -> str:
         return ""
     why = "are tied to the input embeddings" if tied else "stay in high precision for its readers"
     return f"output embeddings {why}; leave them out by filter_fn of te_mx.freeze_weights"
-
-
-def _left_out(model: nn.Module, dropped: set[int]) -> list[str]:
-    """Names of the linear layers that keep their weights."""
-    kinds = (nn.Linear, MXModule)
-    return [n for n, m in model.named_modules() if isinstance(m, kinds) and id(m) not in dropped]

@@ -29,13 +29,6 @@ from te_mx.runtime.arguments import (
 )
 
 
-def format_of(fmt: Any) -> Format:
-    """The format of a name. Raises ValueError for anything else."""
-    if isinstance(fmt, str):
-        return formats.get(fmt)
-    raise ValueError(f"fmt must be one of {', '.join(formats.names())}, got {shown(fmt)}")
-
-
 def name_of(fmt: Format) -> str:
     """How a format is shown: by its short name where it has one."""
     return fmt.short_names[0] if fmt.short_names else fmt.name
@@ -116,6 +109,10 @@ def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int
     return tensor.detach().view(stored).contiguous()
 
 
+# Codes and scales of the rowwise copy, then those of the columnwise one.
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 class MXTensor:
     """A tensor in a block-scaled format: codes of 8, 6 or 4 bits, and one scale for every block of
     elements: a power of two for 32 of them in MX formats, fp32 for 128 or 128 x 128 in blockwise
@@ -163,15 +160,11 @@ class MXTensor:
             but not in compiled code and while a CUDA graph is captured.
     """
 
-    __slots__ = ("_col_codes", "_col_scales", "_col_transposed", "_fmt", "_looked", "_packs",
-                 "_row_codes", "_row_scales", "_shape", "_uncounted")  # fmt: skip
+    __slots__ = ("_col_transposed", "_fmt", "_held", "_looked", "_packs", "_shape", "_uncounted")
 
     _shape: torch.Size
     _fmt: str
-    _row_codes: Tensor | None
-    _row_scales: Tensor | None
-    _col_codes: Tensor | None
-    _col_scales: Tensor | None
+    _held: Parts
     _col_transposed: bool
     # Whether somebody else has tensors of inference_mode that share memory with the parts: torch
     # counts no writes to these, so nothing may be kept that was made of them.
@@ -192,7 +185,7 @@ class MXTensor:
         columnwise_scale: Tensor | None = None,
         columnwise_transposed: bool = False,
     ) -> None:
-        known = format_of(fmt)
+        known = formats.get(fmt)
         check_flag("columnwise_transposed", columnwise_transposed)
         if isinstance(shape, str | Tensor) or not isinstance(shape, Sequence):
             raise TypeError(f"shape must be a sequence of ints, got {shown(shape)}")
@@ -219,25 +212,20 @@ class MXTensor:
             )
         if col[0] is not None and not columnwise_transposed:
             check_codes(known, col[0])
-        self._fill(shape, name_of(known), *row, *col, columnwise_transposed and col[0] is not None)
-        for part in self._parts():
+        transposed = columnwise_transposed and col[0] is not None
+        self._fill(shape, name_of(known), (*row, *col), transposed)
+        for part in self._held:
             if part is not None:
                 self._hand_out(part, part.dtype)  # the caller has them already
 
-    def _fill(
-        self, shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
-        col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
-    ) -> None:  # fmt: skip
+    def _fill(self, shape: torch.Size, fmt: str, held: Parts, col_transposed: bool) -> None:
         put = object.__setattr__
         put(self, "_shape", shape)
         put(self, "_fmt", fmt)
-        put(self, "_row_codes", row_codes)
-        put(self, "_row_scales", row_scales)
-        put(self, "_col_codes", col_codes)
-        put(self, "_col_scales", col_scales)
+        put(self, "_held", held)
         put(self, "_col_transposed", col_transposed)
         compiled = torch.compiler.is_compiling()
-        put(self, "_looked", -1 if compiled or col_codes is None else _version(col_codes))
+        put(self, "_looked", -1 if compiled or held[2] is None else _version(held[2]))
         put(self, "_packs", {})
         put(self, "_uncounted", False)
 
@@ -277,19 +265,19 @@ class MXTensor:
     @property
     def device(self) -> torch.device:
         """Where the codes are."""
-        codes = self._row_codes if self._row_codes is not None else self._col_codes
+        codes = self._held[0] if self._held[0] is not None else self._held[2]
         assert codes is not None
         return codes.device
 
     @property
     def rowwise_data(self) -> Tensor | None:
         """Codes with blocks along the last dimension, float8 [rows, cols], or None."""
-        return self._hand_out(self._row_codes, self._element)
+        return self._hand_out(self._held[0], self._element)
 
     @property
     def rowwise_scale(self) -> Tensor | None:
         """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)] or float32, or None."""
-        return self._hand_out(self._row_scales, self.format.scaling.torch_dtype)
+        return self._hand_out(self._held[1], self.format.scaling.torch_dtype)
 
     @property
     def columnwise_data(self) -> Tensor | None:
@@ -297,14 +285,14 @@ class MXTensor:
         None.
         """
         whole = self._col_transposed or self.format.element.bits == 8
-        return self._hand_out(self._col_codes, self._element if whole else torch.uint8)
+        return self._hand_out(self._held[2], self._element if whole else torch.uint8)
 
     @property
     def columnwise_scale(self) -> Tensor | None:
         """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or float32, perhaps
         transposed, or None.
         """
-        return self._hand_out(self._col_scales, self.format.scaling.torch_dtype)
+        return self._hand_out(self._held[3], self.format.scaling.torch_dtype)
 
     @property
     def columnwise_transposed(self) -> bool:
@@ -314,7 +302,7 @@ class MXTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all codes and scales."""
-        return sum(part.nbytes for part in self._parts() if part is not None)
+        return sum(part.nbytes for part in self._held if part is not None)
 
     @property
     def _element(self) -> torch.dtype:
@@ -332,8 +320,11 @@ class MXTensor:
             self._packs.clear()
         return view
 
-    def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        return self._row_codes, self._row_scales, self._col_codes, self._col_scales
+    def _parts(self) -> Parts:
+        return self._held
+
+    def _copy(self, usage: str) -> tuple[Tensor | None, Tensor | None]:
+        return self._held[:2] if usage == "rowwise" else self._held[2:]
 
     # ------------------------------------------------------------------------------------------
     # values
@@ -374,13 +365,9 @@ class MXTensor:
         """
         if not is_one_of(usage, ("rowwise", "columnwise")):
             raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
-        if usage == "rowwise":
-            codes, scales, layout = self._row_codes, self._row_scales, "rows"
-            rows, k = self.rows, self.cols
-        else:
-            codes, scales = self._col_codes, self._col_scales
-            layout = "rows" if self._col_transposed else "cols"
-            rows, k = self.cols, self.rows
+        (codes, scales), rows, k, layout = self._copy(usage), self.rows, self.cols, "rows"
+        if usage == "columnwise":
+            rows, k, layout = k, rows, "rows" if self._col_transposed else "cols"
         if codes is None or scales is None:
             return None
         if layout == "cols" and self.format.element.bits < 8 and not torch.compiler.is_compiling():
@@ -392,16 +379,15 @@ class MXTensor:
 
     def _versions(self, usage: str) -> tuple[int, int]:
         """Counts of the writes to the codes and scales of a copy."""
-        if usage == "rowwise":
-            codes, scales = self._row_codes, self._row_scales
-        else:
-            codes, scales = self._col_codes, self._col_scales
+        codes, scales = self._copy(usage)
         assert codes is not None and scales is not None
         return _version(codes), _version(scales)
 
-    def kept_operand(self, usage: str, side: str, mode: ops.Mode) -> ops.Operand | None:
+    def kept_operand(
+        self, usage: str, side: str, mode: ops.Mode, other: str = ""
+    ) -> ops.Operand | None:
         """As `operand`, in the form that the device's kernel reads as side "lhs" or "rhs" once that
-        is used again.
+        is used again, with operands of spec `other`.
 
         The first use packs inside the GEMM; the second one says that the tensor stands still, so it
         keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
@@ -423,7 +409,7 @@ class MXTensor:
             return operand
         form = kept[1]
         if form is None:
-            form = ops.kept_form(operand, side, mode)
+            form = ops.kept_form(operand, side, mode, other)
             self._packs[key] = (version, form)
         return form
 
@@ -438,14 +424,11 @@ class MXTensor:
         mine = self.device
         if device.type == mine.type and device.index in (None, mine.index):
             return self
-        row_codes, row_scales, col_codes, col_scales = (
+        moved: Any = tuple(
             None if part is None else part.to(device, non_blocking=non_blocking)
-            for part in self._parts()
+            for part in self._held
         )
-        return _make(
-            self._shape, self._fmt, row_codes, row_scales, col_codes, col_scales,
-            self._col_transposed,
-        )  # fmt: skip
+        return _make(self._shape, self._fmt, moved, self._col_transposed)
 
     def equal(self, other: MXTensor) -> bool:
         """Whether shape, format, forms and every byte are the same."""
@@ -459,48 +442,36 @@ class MXTensor:
         mine = (self._shape, self._fmt, self._col_transposed)
         if mine != (other._shape, other._fmt, other._col_transposed):
             return False
-        return all(
-            (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
-            for x, y in zip(self._parts(), other._parts(), strict=True)
-        )
+        pairs = zip(self._held, other._held, strict=True)
+        return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # plain tensors and types only: torch.load(weights_only=True) reads it.
-        return _rebuild_mxtensor, (
-            list(self._shape), self._fmt, *self._parts(), self._col_transposed,
-        )  # fmt: skip
+        return _rebuild_mxtensor, (list(self._shape), self._fmt, *self._held, self._col_transposed)
 
     def __repr__(self) -> str:
-        copies = []
-        if self._row_codes is not None:
-            copies.append("rowwise")
-        if self._col_codes is not None:
-            copies.append("columnwise" + (" transposed" if self._col_transposed else ""))
+        columns = "columnwise transposed" if self._col_transposed else "columnwise"
+        copies = [] if self._held[0] is None else ["rowwise"]
+        copies += [] if self._held[2] is None else [columns]
         return (
             f"MXTensor(shape={tuple(self._shape)}, fmt={self._fmt!r}, {' + '.join(copies)}, "
             f"device={str(self.device)!r})"
         )
 
 
-def _make(
-    shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
-    col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
-) -> MXTensor:  # fmt: skip
+def _make(shape: torch.Size, fmt: str, held: Parts, col_transposed: bool) -> MXTensor:
     """An MXTensor of parts that are known to fit."""
     made = MXTensor.__new__(MXTensor)
-    made._fill(shape, fmt, row_codes, row_scales, col_codes, col_scales, col_transposed)
+    made._fill(shape, fmt, held, col_transposed)
     return made
 
 
-def _rebuild_mxtensor(
-    shape: list[int], fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
-    col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
-) -> MXTensor:  # fmt: skip
-    """What a pickle calls. It checks, because a file may hold anything."""
-    return MXTensor(
-        shape, fmt, rowwise_data=row_codes, rowwise_scale=row_scales, columnwise_data=col_codes,
-        columnwise_scale=col_scales, columnwise_transposed=col_transposed,
-    )  # fmt: skip
+def _rebuild_mxtensor(shape: list[int], fmt: str, *parts: Any) -> MXTensor:
+    """What a pickle calls, with four parts and where the last two are transposed. It checks,
+    because a file may hold anything."""
+    names = "rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"
+    given = dict(zip((*names, "columnwise_transposed"), parts, strict=True))
+    return MXTensor(shape, fmt, **given)
 
 
 torch.serialization.add_safe_globals([_rebuild_mxtensor])

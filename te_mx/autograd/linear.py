@@ -31,12 +31,12 @@ from te_mx._ops.linear import (
     LinearKernel,
     LinearPlan,
     LinearProblem,
-    Weight,
     linear_kernel_of,
 )
 from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx.autograd import (
     input_cache,
+    layer,
     linear_recipe,
     sequence_parallel,
 )
@@ -58,10 +58,11 @@ from te_mx.autograd.node import (
     run_backward,
     tag_of,
 )
+from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Held, Part
-from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -160,7 +161,7 @@ class OneCallLinear(torch.autograd.Function):
         problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
         plan, shared = kernel.plan(problem), input_cache.is_open()
         given = _given(x, plan, settings.scale_rule, columns) if shared else None
-        weight = None if ready is None else given_weight(ready)
+        weight = None if ready is None else linear_recipe.parts_of(ready)
         y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared, tag)
         if shared and given is None:
             input_cache.put_held(x, plan, settings.scale_rule, held)
@@ -181,12 +182,6 @@ class OneCallLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         made = run_backward(_fused_backward, "te_mx.Linear", ctx, *grads)
         return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
-
-
-def given_weight(ready: Any) -> Weight:
-    """The operands of a weight that was quantized before."""
-    row, col = ready.row, ready.col
-    return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
 
 
 def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
@@ -440,6 +435,15 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
             kernel = kernel_of(x, weight, bias_N, call)
         if kernel is not None:
             return OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
+        usual = call.tokens is None and call.lent is None and not call.save_x
+        if usual and not (call.settings.is_uniform or input_cache.is_open()):
+            how = layer.Call(
+                NormStep(None, False, call.out_dtype), None, call.settings, tags=(call.tag, -1)
+            )
+            weights = layer.Weights((call.kept, None), (call.sink, None))
+            y = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how)
+            if y is not None:
+                return y
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]
     settings = call.settings
     if call.kept is None and call.tokens is None:

@@ -63,7 +63,8 @@ from te_mx.autograd.grad_target import (
     Wgrad,
 )
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
-from te_mx.dispatch.registry import derive, derived
+from te_mx.dispatch.kernels import derive, derived
+from te_mx.dispatch.linear import Weight
 from te_mx.formats.scaling import is_stochastic
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
@@ -123,15 +124,16 @@ def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
     # What is multiplied with gradients lies as they do.
     rule, backward = settings.scale_rule, settings.gradient_rule
 
-    def row(fmt: str, other: str, rule: str) -> str:
-        return forms(device, fmt, other, *rest, rule).row
+    def row(fmt: str, other: str, rule: str, right: bool = False) -> str:
+        return forms(device, fmt, other, *rest, rule, right).row
 
-    def col(fmt: str, other: str) -> str:
-        return forms(device, fmt, other, *rest, backward).col
+    def col(fmt: str, other: str, right: bool = False) -> str:
+        return forms(device, fmt, other, *rest, backward, right).col
 
+    # fprop is x @ w^T, dgrad g @ w, wgrad g^T @ x.
     return Roles(
-        Forms(row(x, w, rule), col(x_col, g_col)),
-        Forms(row(w, x, rule), col(w_col, g)),
+        Forms(row(x, w, rule), col(x_col, g_col, right=True)),
+        Forms(row(w, x, rule, right=True), col(w_col, g, right=True)),
         Forms(row(g, w_col, backward), col(g_col, x_col)),
     )
 
@@ -465,6 +467,12 @@ class KeptWeight(NamedTuple):
             # Operands that give their bytes back serve every precision, and with every format.
             and (self.is_plain() or (packs(settings) and self._is_as_asked(settings, device)))
         )
+
+
+def parts_of(kept: KeptWeight) -> Weight:
+    """Its operands as whole layers in one call take them."""
+    row, col = kept.row, kept.col
+    return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
 
 
 def on_codes(settings: Settings) -> Settings:

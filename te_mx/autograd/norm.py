@@ -88,6 +88,16 @@ class NormStep(NamedTuple):
             dbias.to(bias_dtype) if need[2] else None,
         )
 
+    def in_fp32(
+        self, weight_K: Tensor | None, bias_K: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias as kernels take them; where nothing is recorded for autograd."""
+        bias = None if bias_K is None else bias_K.float().contiguous()
+        if weight_K is None:
+            return None, bias
+        weight = weight_K.float().contiguous()
+        return weight + 1 if self.zero_centered else weight, bias
+
     def _weight(self, weight_K: Tensor) -> Tensor:
         weight = weight_K.detach().to(_F32)
         return weight + 1 if self.zero_centered else weight

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
-from te_mx.dispatch.linear import Held, Into, LinearPlan, LinearProblem, Part, Weight
+from te_mx.dispatch.linear import Held, Into, LinearPlan, Part, Weight
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
@@ -61,15 +60,17 @@ class Form(NamedTuple):
     kernel: int = -1
 
 
-def form_of(problem: LinearProblem, kernel: int = -1) -> Form:
+Formats = tuple[str, str, str]  # of x, w and gradients
+
+
+def form_of(formats: Formats, scale_rule: str, spread: int, kernel: int = -1) -> Form:
     """That of a layer."""
-    s = problem.settings
-    x, w, g = (format_fields(words_of(f"{fmt}@rows")[0]) for fmt in (s.x, s.w, s.g))
-    rule, epsilon = split_rule(s.scale_rule)
+    x, w, g = (format_fields(words_of(f"{fmt}@rows")[0]) for fmt in formats)
+    rule, epsilon = split_rule(scale_rule)
     scaling = {name: value for name, value in x.items() if name != "element"}
     scaling |= {f"w_{name}": value for name, value in w.items() if name != "element"}
     return Form(
-        x["element"], g["element"], SCALE_RULES[rule], s.spread, epsilon, kernel=kernel, **scaling
+        x["element"], g["element"], SCALE_RULES[rule], spread, epsilon, kernel=kernel, **scaling
     )
 
 
@@ -85,7 +86,6 @@ class Rooms(NamedTuple):
     g_kept: Place
 
 
-@lru_cache(maxsize=4096)
 def rooms(native: Any, shape: Shape, form: Form) -> Rooms:
     """Where things lie, from the native code alone."""
     at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))

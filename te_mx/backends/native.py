@@ -1,20 +1,27 @@
-"""How the native modules are told of an operand: a short format name and an order of codes."""
+"""What native code knows of formats, layouts and rules, and what its records say of a spec."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from te_mx import formats as formats_of
-from te_mx.backends.base import BLOCK_ROWS, PLAIN, UPRIGHT, QuantizedParts
-from te_mx.backends.base import Operand as NativeOperand
-from te_mx.backends.base import StackedOperand as NativeStack
+from te_mx.backends.base import (
+    ALIGNED,
+    BLOCK_ROWS,
+    LAYOUTS,
+    PLAIN,
+    SCALE_RULES,
+    UPRIGHT,
+    format_fields,
+)
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.problem import Problem
 from te_mx.formats.scaling import Scaling, is_stochastic, split_rule
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.operand import Operand, Stack
 
 _ORDERS = {
     "rows": "k_last",
@@ -91,25 +98,40 @@ def transform_of(spec: str) -> tuple[int, int]:
     return (0, 0) if transform is None else (transform.size, transform.signs)
 
 
-def native_operand(operand: Operand) -> NativeOperand:
-    fmt, order = words_of(operand.spec)
-    return NativeOperand(operand.codes, operand.scales, fmt, order, operand.packed, operand.k)
+@lru_cache(maxsize=1024)
+def fields_of(spec: str, side: str = "") -> dict[str, int]:
+    """What a native record says of an operand of a spec that is read, beside sizes and addresses;
+    the fields of a side of a product, with its name in front."""
+    fmt, order = words_of(spec)
+    fields = format_fields(fmt) | {"layout": LAYOUTS[order]}
+    return {f"{side}_{name}": value for name, value in fields.items()} if side else fields
 
 
-def native_stack(stack: Stack) -> NativeStack:
-    fmt, order = words_of(stack.spec)
-    return NativeStack(stack.codes, stack.scales, fmt, order, stack.packed, stack.k)
+def record_of(native: Any, operand: Operand | Stack) -> Any:
+    """The native record of an operand, or of the first of a stack."""
+    return native.Operand(
+        codes=operand.codes.data_ptr(), scales=operand.scales.data_ptr(), rows=operand.rows,
+        k=operand.k, **fields_of(operand.spec),
+    )  # fmt: skip
 
 
-class NativeTarget(NamedTuple):
-    """A target in the words of native code."""
-
-    fmt: str
-    rowwise: bool
-    columnwise: str | None
-    scale_rule: str
-    spread: int = PLAIN
-    col_sum: bool = False
+@lru_cache(maxsize=1024)
+def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
+    """What a native record says of what a matrix is quantized to, beside sizes and addresses: the
+    format, how scales follow, layouts and transforms. Of sums alone: nothing."""
+    if not (row or col):
+        return {}
+    name, epsilon = split_rule(rule)
+    fields = {"rule": SCALE_RULES[name], "amax_epsilon": epsilon}
+    fields |= format_fields(_SHORT[spec_of(col or row).format.untransformed.name])
+    for side, spec in (("row", row), ("col", col)):
+        if spec:
+            order, layout = words_of(spec)[1], spec_of(spec).layout
+            fields[f"{side}_layout"] = ALIGNED[order] if is_aligned(spec) else LAYOUTS[order]
+            fields[f"{side}_hadamard"], fields[f"{side}_signs"] = transform_of(spec)
+            if hasattr(layout, "spread"):
+                fields["spread"] = layout.spread
+    return fields
 
 
 def one_read(row: str, col: str) -> str | None:
@@ -143,25 +165,4 @@ def is_native(
     known = known and not is_stochastic(rule)
     return not target.codes or (
         known and split_rule(rule)[0] in rules and one_read(row, col) is None
-    )
-
-
-def native_target(target: Target) -> NativeTarget:
-    """What native code is told of a target that it knows."""
-    row, col, rule, col_sum, _ = target
-    if not (row or col):
-        return NativeTarget("e4m3", False, None, "rceil", PLAIN, col_sum)
-    fmt, order = words_of(col or row)
-    spread = getattr(spec_of(col or row).layout, "spread", PLAIN)
-    form = None if not col else "plain" if order == "k_first" else "transposed"
-    return NativeTarget(fmt, bool(row), form, rule, spread, col_sum)
-
-
-def with_operands(parts: QuantizedParts, target: Target, rows: int, cols: int) -> Quantized:
-    """Tensors that native code made, as operands."""
-    row, col = target.row, target.col
-    return Quantized(
-        Operand(parts.row_codes, parts.row_scales, row, rows, cols) if row else None,  # type: ignore[arg-type]
-        Operand(parts.col_codes, parts.col_scales, col, cols, rows) if col else None,  # type: ignore[arg-type]
-        parts.col_sum,
     )

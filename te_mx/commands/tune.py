@@ -18,16 +18,8 @@ import torch
 
 import te_mx
 from te_mx import formats
-from te_mx.commands.candidates import Candidate, Contest, Layers, candidates_of, leave
-from te_mx.commands.mixtures import Experts
-from te_mx.commands.shapes import (
-    TOKENS,
-    Shape,
-    from_text,
-    model_names,
-    of_models,
-    parse_tokens,
-)
+from te_mx.commands.candidates import Candidate, Contest, Experts, Layers, candidates_of, leave
+from te_mx.commands.shapes import TOKENS, Shape, from_text, model_names, of_models, parse_tokens
 from te_mx.commands.timing import ROUNDS, microseconds
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.tuned import table, tables
@@ -129,10 +121,8 @@ def run(args: argparse.Namespace) -> int:
                         bar.update()
         except KeyboardInterrupt:
             bar.close()
-            told = (
-                f"{out} has what is done, --resume goes on" if out.exists() else "nothing is done"
-            )
-            print(f"stopped; {told}", file=sys.stderr)
+            done = f"{out} has what is done, --resume goes on"
+            print(f"stopped; {done if out.exists() else 'nothing is done'}", file=sys.stderr)
             return INTERRUPTED
         finally:
             gc.unfreeze()
@@ -155,8 +145,10 @@ class Session:
         self.old = dict(self.rows)
         self.done: list[Key] = []
         self.slow: Counter[tuple[str, str]] = Counter()  # by the format of weights and the name
+        cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name if cuda else lambda d: tables.device_name(place_of(d))
         self.remarks = [
-            f"measured choices of te_mx {te_mx.__version__} on {_full_name(device)}, torch "
+            f"measured choices of te_mx {te_mx.__version__} on {name(device)}, torch "
             f"{torch.__version__}, {torch.get_num_threads()} CPU threads, "
             f"{datetime.now(timezone.utc):%Y-%m-%d}",
             "us of a layer or of all experts, bf16 inputs quantized in the call, weights out "
@@ -233,17 +225,13 @@ class Session:
         if won:
             mean = math.exp(sum(math.log(row.gain) for row in won) / len(won))
             lines.append(f"{len(won)} with another choice than the default, {mean:.2f}x on average")
-        changed = [key for key in self.done if key in self.old and self._differs(key)]
-        lines.append(f"{len(changed)} rows of the file chose otherwise before")
-        lines += [
-            f"  {_words(key)}: {self.old[key].choice()} -> {self.rows[key].choice()}"
-            for key in changed
-        ]
+        choices = {
+            k: (self.old[k].choice(), self.rows[k].choice()) for k in self.done if k in self.old
+        }
+        changed = [f"  {_words(k)}: {a} -> {b}" for k, (a, b) in choices.items() if a != b]
+        lines += [f"{len(changed)} rows of the file chose otherwise before", *changed]
         lines.append(f"use it: TE_MX_TUNED={self.out} or te_mx.use_tuned_table({str(self.out)!r})")
         return "\n".join(lines)
-
-    def _differs(self, key: Key) -> bool:
-        return self.old[key].choice() != self.rows[key].choice()
 
 
 def _with_layers(
@@ -283,12 +271,6 @@ def _device(text: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
-
-
-def _full_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return tables.device_name(place_of(device))
 
 
 def _words(key: Key) -> str:

@@ -14,26 +14,13 @@ from typing import Any
 
 from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, Recipe
 from te_mx.recipes.float8_block import QParams
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    is_one_of,
-    shown,
-)
+from te_mx.recipes.values import check_attention
+from te_mx.runtime.arguments import check_flag, check_size, is_one_of, shown
 
 __all__ = [
-    "CustomRecipe",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "QParams",
-    "Recipe",
-    "RecipeWarning",
-]
+    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format",
+    "MMParams", "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "Recipe", "RecipeWarning",
+]  # fmt: skip
 
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams()
@@ -54,12 +41,7 @@ class _Mapped(Recipe):
     def _map(self) -> None:
         """The end of __post_init__: settings of the recipe that runs, and the warning, once."""
         kind = type(self).__name__
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self, name) is not False:
-                raise NotImplementedError(
-                    f"{kind}.{name}={shown(getattr(self, name))} is not supported, only False: "
-                    "attention runs in the dtype of its inputs"
-                )
+        check_attention(self)
         try:
             runs = MXFP8BlockScaling(
                 fp8_format=self.fp8_format, backward_override=self.backward_override

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from te_mx.conversion import auto_filter
-from te_mx.conversion.bound import Binding, bindings
+from te_mx.context import region
 from te_mx.conversion.layers import (
     fusion_row,
     layers_of,
@@ -31,11 +31,24 @@ from te_mx.conversion.report import (
     WOULD_FUSE,
     LayerReport,
 )
+from te_mx.dispatch.cost import costs_of, predict
 from te_mx.dispatch.fused import Activation
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.registry import choose
 from te_mx.fusion.in_place import NOTHING, InPlace, plan_in_place
 from te_mx.fusion.sequences import Plan, plan_fusions
-from te_mx.recipe import Settings
+from te_mx.nn.base import MXModule
+from te_mx.recipe import Recipe, Settings
 from te_mx.weights.weight_readers import weights_read
+
+LEAST_GAIN = 1.05  # of filter_fn="auto": the error of the predictions is about as large
+
+
+class Binding(NamedTuple):
+    """A te_mx module that was there before, with the first of its names."""
+
+    name: str
+    module: Any
 
 
 class Wanted(NamedTuple):
@@ -64,7 +77,7 @@ class Wanted(NamedTuple):
 
     def auto(self, layer: nn.Linear) -> tuple[bool, str]:
         """Whether "auto" excludes a layer, and what the report says of it."""
-        return auto_filter.too_small(layer, self.tokens, self.settings)
+        return too_small(layer, self.tokens, self.settings)
 
 
 class Chosen(NamedTuple):
@@ -105,7 +118,10 @@ def decide(model: nn.Module, wanted: Wanted) -> Decisions:
         done = WOULD_FUSE if wanted.dry_run else FUSED
         rows = [fusion_row(fusion, done) for fusion in [*fusions, *others]]
     present = bindings(model, wanted.keeps) if wanted.binds else []
-    rows += [_bound_row(binding, WOULD_BIND if wanted.dry_run else BOUND) for binding in present]
+    for name, module in present:
+        status = WOULD_BIND if wanted.dry_run else BOUND
+        note = f"already a te_mx.{type(module).__name__}"
+        rows.append(LayerReport(name or "(root)", status, shape_of(module), note))
     decided = {id(layer) for plan in sequences for layer in plan.layers}
     decided |= {id(binding.module) for binding in present}
     chosen: list[Chosen] = []
@@ -141,12 +157,6 @@ def _decide(
     return Chosen(module, names[0], None if isinstance(gate, str) else gate), made
 
 
-def _bound_row(binding: Binding, status: str) -> LayerReport:
-    kind = type(binding.module).__name__
-    note = f"already a te_mx.{kind}"
-    return LayerReport(binding.name or "(root)", status, shape_of(binding.module), note)
-
-
 def _read_by_others(model: nn.Module) -> dict[int, str]:
     """What is said of each layer whose weight the forward of a module above reads itself."""
     said: dict[int, str] = {}
@@ -158,3 +168,56 @@ def _read_by_others(model: nn.Module) -> dict[int, str]:
                 kind = type(owner).__name__
                 said[id(layer)] = f"the forward of {kind} reads its weight too, in high precision"
     return said
+
+
+# --------------------------------------------------------------------------------- filter_fn="auto"
+def too_small(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[bool, str]:
+    """Whether a layer is left out, and what the report says of it."""
+    device = layer.weight.device
+    if device.type == "meta":
+        # One that torch was built for need not be there: a machine where models are prepared.
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    n, k = layer.out_features, layer.in_features
+    problem = Problem(
+        "gemm", place_of(device), f"{settings.x}@any", f"{settings.w}@any", tokens, n, k,
+        precision=settings.precision, spread=settings.spread, rule=settings.scale_rule,
+    )  # fmt: skip
+    kernel = choose(problem)[0].name
+    costs, where = costs_of(kernel), f"{kernel} on {device.type}"
+    if costs is None or settings.backward is not None:
+        return True, f'no gain is known: of {where} nothing was measured for filter_fn="auto"'
+    found = predict(costs, tokens, n, k, torch.get_num_threads())
+    said = f"{found.ratio:.2f}x of bf16 predicted at {tokens} tokens ({where})"
+    if found.ratio < LEAST_GAIN:
+        return True, f"too small to gain: {said}"
+    return False, said
+
+
+# ------------------------------------------------------------------------------------ bound recipes
+# A module holds the settings of a bound recipe as an attribute: they are copied, pickled and moved
+# with it, torch.compile guards on them, and no state_dict has them.
+def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[Binding]:
+    """The te_mx modules of a model, each once, but those that the user excluded under one of their
+    names."""
+    found: dict[int, Binding] = {}
+    excluded = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, MXModule):
+            found.setdefault(id(module), Binding(name, module))
+            if keeps(module, name):  # type: ignore[arg-type]
+                excluded.add(id(module))
+    return [binding for key, binding in found.items() if key not in excluded]
+
+
+def bind(modules: list[Any], recipe: Recipe) -> None:
+    """Have the modules run with a recipe, whatever was bound to them before."""
+    region.install()  # what runs again did not run in a region, but must know that it did not
+    for module in modules:
+        module.__dict__["_bound"] = recipe.settings
+
+
+def unbind(model: nn.Module) -> None:
+    """Take bound recipes from all modules."""
+    for module in model.modules():
+        if isinstance(module, MXModule):
+            module.__dict__.pop("_bound", None)

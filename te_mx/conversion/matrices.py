@@ -65,9 +65,9 @@ def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matr
     for prefix, module in model.named_modules():
         if isinstance(module, _NO_MATRICES):
             continue
-        if isinstance(module, MXModule) and module._is_dropped():
-            for key in module._weight_keys:
-                codes, kind = module._codes(key)[0], type(module).__name__
+        if isinstance(module, MXModule):
+            for key, codes in module._source.codes(module):
+                kind = type(module).__name__
                 name = f"{prefix}.{key}" if prefix else key
                 found[id(codes)] = Matrix(name, kind, tuple(codes.shape), codes.numel(), True)
         for name, value in module.named_parameters(prefix, recurse=False):

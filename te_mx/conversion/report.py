@@ -10,7 +10,7 @@ from torch import nn
 
 from te_mx.conversion.matrices import Matrix, census_of, describe, left_of
 from te_mx.recipe import Recipe
-from te_mx.runtime.arguments import is_one_of, shown
+from te_mx.runtime.arguments import check_one_of
 from te_mx.runtime.report import table
 
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
@@ -69,8 +69,7 @@ class ConversionReport:
 
     def count(self, status: str) -> int:
         """How many layers have this status. Raises ValueError for what is no status."""
-        if not is_one_of(status, _STATUSES):
-            raise ValueError(f"status must be one of {', '.join(_STATUSES)}, got {shown(status)}")
+        check_one_of("status", status, _STATUSES)
         return sum(layer.status == status for layer in self.layers)
 
     @property

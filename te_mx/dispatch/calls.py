@@ -16,7 +16,10 @@ BIAS_GRADS = ("operand", "result")
 
 
 class Quantize(NamedTuple):
-    """One matrix x [rows, cols] to quantize.
+    """One matrix x [rows, cols] to quantize, of which a plan makes a Quantized. Plans may have, for
+    the ops that ask: `two` (first, other plan, second), both at the same time, the first without
+    col_sum; `joined` (parts), matrices as one, read where they lie; `rows` (x, into), the rowwise
+    operand alone, in given memory. None from these where they cannot.
 
     row, col: specs of the operands [rows, k = cols] and [cols, k = rows]; "" for none. col_sum:
     also sum x over its rows in fp32, rounded to sum_dtype, for a bias gradient. seed: int64 [1] of

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import forms_known as known
 from te_mx.dispatch.registry import pick_problem
 from te_mx.torch_internals import constant_in_graphs
 
@@ -39,18 +39,21 @@ def wanted_layouts(
 
 def forms(
     device: torch.device, fmt: str, other: str, precision: str, spread: int, op: str = "gemm",
-    rule: str = "rceil",
+    rule: str = "rceil", right: bool = False,
 ) -> Forms:  # fmt: skip
     """Specs for the operands of format `fmt`, with scales by a rule, in products with those of
-    format `other`. Rules that a device's quantizer does not know get layouts that all write."""
-    asked = device, op, fmt, other, precision, spread, rule
+    format `other`: as left operands, or as right ones. Rules that a device's quantizer does not
+    know get layouts that all write."""
+    sides = (other, fmt) if right else (fmt, other)
+    asked = device, op, *sides, precision, spread, rule
     if torch.compiler.is_compiling():
         row, _, col = wanted_layouts(*asked).partition(" ")
         return Forms(f"{fmt}@{row}", f"{fmt}@{col}")
-    found = known.get(asked)
+    key = *asked, right
+    found = derived().get(key)
     if found is None:
         row, _, col = wanted_layouts(*asked).partition(" ")
         found = Forms(f"{fmt}@{row}", f"{fmt}@{col}")
         if device.type != "cuda" or device.index is not None:
-            known[asked] = found
+            derive(key, found)
     return found

@@ -1,18 +1,32 @@
-"""What a kernel is, and the kernels that there are: by op, in the order of preference."""
+"""What a kernel is, the kernels that there are, by op in the order of preference, and the one cache
+of what follows from a choice: plans, and what callers derive under keys of their own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
 from te_mx.layouts.operand import Operand, Stack
 
-# (lhs, rhs, out) -> whether native code took it
-PreparedGemm = Callable[[Operand, Operand, Tensor], bool]
+Plan = Callable[..., Any]
+
+_derived: dict[Any, Any] = {}
+_MOST_DERIVED = 4096
+
+
+def derived() -> dict[Any, Any]:
+    """What follows from the kernels, tables and levels of now, by key; forgotten with them."""
+    return _derived
+
+
+def derive(key: Any, made: Any) -> Any:
+    """Keep what a caller made; of keys that tell sizes there may be many, and all go then."""
+    if len(_derived) > _MOST_DERIVED:
+        _derived.clear()
+    _derived[key] = made
+    return made
 
 
 class Wants(NamedTuple):
@@ -23,7 +37,8 @@ class Wants(NamedTuple):
 
 
 class Kernel:
-    """One way to run an op. Subclasses give `accepts` and `run`.
+    """One way to run an op. Subclasses give `accepts`, and `run` or, where something can be made
+    once for all calls of a problem, `make_plan`.
 
     op, name: what it runs, and what te_mx.explain and te_mx.audit call it.
     rank: kernels of an op are asked in the order of their ranks.
@@ -88,27 +103,19 @@ class Kernel:
         """The same of the weights of all groups."""
         return stack
 
-    def prepared(self, problem: Problem) -> PreparedGemm | None:
-        """The call of a GEMM without an epilogue on operands that `prepare` made, of these sizes;
-        None where there is nothing to prepare."""
-        return None
+    def plan(self, problem: Any) -> Any:
+        """What runs calls of a problem (the words of its op's calls say of what), made once and
+        kept until kernels, tables or the level change."""
+        key = self, problem
+        found = _derived.get(key)
+        if found is None:
+            found = derive(key, self.make_plan(problem))
+        return found
 
-    def once(self, problem: Problem) -> Callable[..., Any] | None:
-        """The call of a problem, with all that its sizes say made before; None where `run` does as
-        well. Of a GEMM as `prepared`, of operands that lie as the problem says. Of a quantizer: the
-        operand of x, rowwise alone, in memory for codes and scales of any shape and dtype if a pair
-        is given. Of values: those of an operand, contiguous, in a given memory too. None from a
-        call where native code does not take it."""
-        return None
-
-    def run_two(self, first: Any, second: Any) -> tuple[Any, Any] | None:
-        """What `run` makes of either call, both at the same time; None where it cannot."""
-        return None
-
-    def run_joined(self, parts: Sequence[Tensor], row: str, col: str, rule: str) -> Any:
-        """Of a quantizer: matrices as one, their rows behind each other, read where they lie; None
-        where they must be joined first."""
-        return None
+    def make_plan(self, problem: Any) -> Any:
+        """A plan, with all that the problem says made before. None from a call of it, as from
+        `run`, where native code does not take it."""
+        return self.run
 
     run: Callable[..., Any]
 

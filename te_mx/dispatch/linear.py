@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.problem import Problem
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
@@ -106,26 +105,19 @@ class LinearPlan:
 
 
 class LinearKernel(Kernel):
-    """A layer as a plan that is made once."""
+    """A layer by a LinearPlan, which is made of a LinearProblem."""
 
     op = "linear"
 
-    def plan(self, problem: LinearProblem) -> LinearPlan:
-        """The plan of layers of one size."""
+    def make_plan(self, problem: LinearProblem) -> Any:
         raise NotImplementedError
 
 
 class InferKernel(Kernel):
-    """Quantizes x and w and multiplies; nothing is kept."""
+    """Quantizes x and w and multiplies; nothing is kept. A plan takes (x [..., k], w [n, k], bias,
+    the dtype of y, a tag as of LinearPlan) and gives y [..., n]."""
 
     op = "linear_infer"
-
-    def infer(
-        self, settings: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None,
-        out_dtype: torch.dtype, tag: int = -1,
-    ) -> Tensor:  # fmt: skip
-        """y [..., n]. The kernel that multiplied is recorded at a tag as by LinearPlan."""
-        raise NotImplementedError
 
 
 class Gate(NamedTuple):
@@ -150,8 +142,9 @@ class FrozenCall(NamedTuple):
 
 class FrozenKernel(Kernel):
     """Multiplies few rows with weights that stand still, which lie in a form of the kernel's own:
-    quantizes the rows and multiplies, without gradients. gates: the activations of a Gate that it
-    computes as it reads x."""
+    quantizes the rows and multiplies, without gradients. A plan takes a FrozenCall and gives (the
+    result [..., n], the name of the kernel that multiplied). gates: the activations of a Gate that
+    it computes as it reads x."""
 
     op = "linear_frozen"
     gates: tuple[str, ...] = ()
@@ -159,9 +152,4 @@ class FrozenKernel(Kernel):
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None
         for what native code does not take. Waits for the device."""
-        raise NotImplementedError
-
-    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
-        """(the result [..., n], the name of the kernel that multiplied), or None for what native
-        code does not take."""
         raise NotImplementedError

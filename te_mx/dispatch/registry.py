@@ -2,8 +2,9 @@
 
 A kernel is registered once, in the order of preference of its op. The first one that accepts a
 problem runs it, unless a table of measured choices (tuned/) names another one that accepts it too.
-`pick` costs a look-up by what envelopes look at; `explain` walks the same list and keeps the
-reasons.
+`pick` costs a look-up by what envelopes look at, `planned` one by all that a plan depends on;
+`explain` walks the same list and keeps the reasons. What was chosen and all plans are forgotten in
+one place, `forget`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_mx.dispatch.kernels import Kernel, add, kernels
+from te_mx.dispatch.kernels import Kernel, Plan, add, derive, derived, kernels
 from te_mx.dispatch.problem import (
     FEW_ROWS,
     MOST,
@@ -26,10 +27,7 @@ from te_mx.dispatch.tuned.follow import Tuning, follow
 from te_mx.dispatch.tuned.table import MOST_ROWS
 
 _chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
-_by_groups: dict[Problem, Kernel] = {}
-forms_known: dict[tuple[Any, ...], Any] = {}  # what kernels want, of dispatch/forms.py
-_derived: dict[tuple[Any, ...], Any] = {}
-_MOST_DERIVED = 4096
+_known = derived()
 _MOST_SIZES = 1 << 14
 
 
@@ -41,11 +39,10 @@ def register(kernel: Kernel) -> Kernel:
 
 
 def forget() -> None:
-    """Choose anew: a kernel came, or a level changed its meaning."""
+    """Choose and plan anew: a kernel came, a table or a native module is another one, or a level
+    changed its meaning."""
     _chosen.clear()
-    _by_groups.clear()
-    forms_known.clear()
-    _derived.clear()
+    _known.clear()
 
 
 def pick(
@@ -90,15 +87,39 @@ def _keep(key: tuple[Any, ...], problem: Problem, kernel: Kernel) -> None:
     sized[problem.n, problem.k, min(problem.m, MOST_ROWS + 1)] = kernel
 
 
-def pick_grouped(problem: Problem) -> Kernel:
-    """As `pick`, of groups whose number tables look at."""
-    kernel = _by_groups.get(problem)
-    if kernel is None:
-        kernel = choose(problem)[0]
-        if len(_by_groups) >= _MOST_SIZES:
-            _by_groups.clear()
-        _by_groups[problem] = kernel
-    return kernel
+def planned(
+    op: str, device: torch.device, lhs: str, rhs: str, sizes: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32, precision: str = "adaptive", spread: int = 8,
+    split_k: bool = False, rule: str = "rceil",
+) -> tuple[Kernel, Plan]:  # fmt: skip
+    """The kernel of a problem (words as of `pick`) and its plan. The hot path: one look-up."""
+    key = op, device, lhs, rhs, sizes, dtype, precision, spread, split_k, rule
+    found = _known.get(key)
+    if found is None:
+        kernel = pick(op, device, lhs, rhs, sizes, dtype, precision, "", spread, rule)
+        problem = Problem(
+            op, place_of(device), lhs, rhs, *sizes, 0, precision, "", dtype, spread, rule,
+            split_k=split_k,
+        )  # fmt: skip
+        found = kernel, kernel.make_plan(problem)
+        if device.type != "cuda" or device.index is not None:
+            derive(key, found)
+    return found
+
+
+def planned_problem(problem: Problem) -> tuple[Kernel, Plan]:
+    """As `planned`, of a problem, perhaps of groups, whose number tables look at."""
+    found = _known.get(problem)
+    if found is None:
+        if problem.groups and tables.has_rows(problem):
+            kernel = choose(problem)[0]
+        else:
+            op, place, lhs, rhs, m, n, k, _, precision, ends, dtype, spread, rule, *_ = problem
+            kind, index, _ = place
+            device = torch.device(kind, index) if index >= 0 else torch.device(kind)
+            kernel = pick(op, device, lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule)
+        found = derive(problem, (kernel, kernel.make_plan(problem)))
+    return found
 
 
 def find(problem: Problem) -> Kernel | None:
@@ -120,19 +141,6 @@ def default_of(problem: Problem) -> Kernel | None:
     """The first kernel that accepts a problem, whatever tables say, or None."""
     accepting = (one for one in kernels(problem.op) if one.accepts(problem) is None)
     return next(accepting, None)
-
-
-def derived() -> dict[tuple[Any, ...], Any]:
-    """What callers made of answers of the registry, under their own keys; forgotten with them."""
-    return _derived
-
-
-def derive(key: tuple[Any, ...], made: Any) -> Any:
-    """Keep what a caller made; of keys that tell sizes there may be many, and all go then."""
-    if len(_derived) > _MOST_DERIVED:
-        _derived.clear()
-    _derived[key] = made
-    return made
 
 
 def tuning(problem: Problem) -> Tuning:

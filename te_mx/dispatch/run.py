@@ -12,8 +12,7 @@ from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.kernels import Kernel, kernels
 from te_mx.dispatch.problem import Problem, place_of, why_missing
-from te_mx.dispatch.registry import choose, pick, pick_grouped
-from te_mx.dispatch.tuned.tables import has_rows
+from te_mx.dispatch.registry import choose, pick, planned, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import warn_fallback
@@ -24,16 +23,9 @@ _DEFAULT_MODE = Mode()
 
 def run(problem: Problem, *call: Any) -> Any:
     """The result of the kernel that takes a problem."""
-    op, place, lhs, rhs, m, n, k, groups, precision, ends, dtype, spread, rule, *_ = problem
-    if groups and has_rows(problem):
-        kernel = pick_grouped(problem)
-    else:
-        device = torch.device(place.device, place.index) if place.index >= 0 else place.device
-        kernel = pick(
-            op, torch.device(device), lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule
-        )
+    kernel, plan = planned_problem(problem)
     if kernel.name != REFERENCE:
-        made = kernel.run(*call)
+        made = plan(*call)
         if made is not None:
             return made
     return fall_back(kernel, problem, *call)
@@ -44,9 +36,9 @@ def run_on(
 ) -> Any:  # fmt: skip
     """The same of an op on a matrix x that makes operands of these specs."""
     rows, cols = x.shape
-    kernel = pick(op, x.device, row, col, (rows, cols, 1), dtype, rule=rule)
+    kernel, plan = planned(op, x.device, row, col, (rows, cols, 1), dtype, rule=rule)
     if kernel.name != REFERENCE:
-        made = kernel.run(*call)
+        made = plan(*call)
         if made is not None:
             return made
     problem = Problem(op, place_of(x.device), row, col, rows, cols, dtype=dtype, rule=rule)
@@ -92,9 +84,9 @@ def quantize(what: Quantize) -> Quantized:
     x, row, col, rule = what.x, what.row, what.col, what.rule
     rows, cols = x.shape
     dtype = x.dtype
-    kernel = pick("quantize", x.device, row, col, (rows, cols, 1), dtype, rule=rule)
+    kernel, plan = planned("quantize", x.device, row, col, (rows, cols, 1), dtype, rule=rule)
     if kernel.name != REFERENCE:
-        made = kernel.run(what)
+        made = plan(what)
         if made is not None:
             return made
     elif row and col:
@@ -114,8 +106,9 @@ def quantize_joined(parts: Sequence[Tensor], row: str, col: str, rule: str) -> Q
     of the whole can read them there, else joined first."""
     first, rows = parts[0], sum(part.shape[0] for part in parts)
     sizes = rows, first.shape[1], 1
-    kernel = pick("quantize", first.device, row, col, sizes, first.dtype, rule=rule)
-    made = kernel.run_joined(parts, row, col, rule)
+    plan = planned("quantize", first.device, row, col, sizes, first.dtype, rule=rule)[1]
+    joined = getattr(plan, "joined", None)
+    made = None if joined is None else joined(parts)
     if made is not None:
         return made
     with torch.no_grad():
@@ -135,15 +128,31 @@ def quantized(values: Tensor, target: Target) -> Quantized:
     return quantize(Quantize(values, row, col, rule, col_sum, seed=seed))
 
 
-def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The values [rows, k] of an operand."""
-    if dtype == torch.float64:  # for tests: nothing native gives it
-        return reference("dequantize").run(operand, dtype)
-    problem = Problem(
-        "dequantize", place_of(operand.codes.device), operand.spec, "", operand.rows, operand.k,
-        dtype=dtype,
-    )  # fmt: skip
-    return run(problem, operand, dtype)
+def quantize_two(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
+    """Both in one call, where one kernel takes them so."""
+    (kernel, plan), (other, other_plan) = (
+        planned("quantize", x.device, row, col, (*x.shape, 1), x.dtype, rule=rule)
+        for x, row, col, rule, *_ in (first, second)
+    )
+    two = getattr(plan, "two", None) if kernel is other else None
+    return None if two is None else two(first, other_plan, second)
+
+
+def dequantize(operand: Operand, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """The values [rows, k] of an operand, in new memory or in `into`."""
+    made: Tensor | None = None
+    if dtype != torch.float64:  # which is for tests: nothing native gives it
+        device, sizes = operand.codes.device, (operand.rows, operand.k, 1)
+        kernel, plan = planned("dequantize", device, operand.spec, "", sizes, dtype)
+        if kernel.name != REFERENCE:
+            made = plan(operand, dtype, into)
+        if made is None:
+            place = place_of(device)
+            problem = Problem("dequantize", place, operand.spec, "", *sizes, dtype=dtype)
+            made = fall_back(kernel, problem, operand, dtype)
+    if made is None:
+        made = reference("dequantize").run(operand, dtype)
+    return made if into is None or made is into else into.copy_(made)
 
 
 def gemm(
@@ -151,19 +160,19 @@ def gemm(
     mode: Mode = _DEFAULT_MODE,
 ) -> Ran:  # fmt: skip
     """out [m, n] = epilogue(lhs @ rhs^T), in place."""
-    device, dtype, precision, spread = out.device, out.dtype, mode.precision, mode.spread
-    left, right, sizes = lhs.spec, rhs.spec, (lhs.rows, rhs.rows, lhs.k)
-    kernel = pick("gemm", device, left, right, sizes, dtype, precision, "", spread)
+    device, dtype, sizes = out.device, out.dtype, (lhs.rows, rhs.rows, lhs.k)
+    kernel, plan = planned("gemm", device, lhs.spec, rhs.spec, sizes, dtype, *mode)
     product = Product(lhs, rhs, epilogue, out, aux, mode)
     if kernel.name != REFERENCE:
-        made = kernel.run(product)
+        made = plan(product)
         if made is not None:
             return made
-    if precision == "exact":
+    if mode.precision == "exact":
         _refuse_rounded(lhs, rhs)
     problem = Problem(
-        "gemm", place_of(device), left, right, *sizes, 0, precision, "", dtype, spread
-    )
+        "gemm", place_of(device), lhs.spec, rhs.spec, *sizes, 0, mode.precision, "", dtype,
+        mode.spread,
+    )  # fmt: skip
     return fall_back(kernel, problem, product)
 
 

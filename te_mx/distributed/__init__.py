@@ -6,9 +6,10 @@ docs/distributed.md says what works with what.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
-from te_mx.weights import ranks
+from te_mx.weights.ranks import above
 
 __all__ = [
     "ModuleParallel",
@@ -23,6 +24,16 @@ _WHERE = {
     "split_halves": "optimizer_halves",
     "quantized_all_gather": "fsdp",
     "quantized_input_gather": "token_codes",
+    # What the folders below call through weights/ranks.py.
+    "run": "calls",
+    "run_block": "split_block",
+    "codes_of": "on_codes",
+    "owners": "fsdp",
+    "attach": "fsdp",
+    "join": "halves",
+    "cut": "halves",
+    "blank": "halves",
+    "is_blank": "halves",
 }
 
 
@@ -35,69 +46,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# What concerns other ranks imports torch.distributed.tensor, which whoever comes here has done.
-def _run(module: Any, inp: Any, *args: Any) -> Any:
-    from te_mx.distributed import calls
-
-    ranks.above.run = calls.run  # an import statement in every call takes its time
-    return calls.run(module, inp, *args)
-
-
-def _owners(module: Any, weights: Any) -> list[Any]:
-    from te_mx.distributed import fsdp
-
-    return fsdp.owners(module, weights)
-
-
-def _attach(module: Any) -> None:
-    from te_mx.distributed import fsdp
-
-    fsdp.attach(module)
-
-
-def _block(block: Any, x: Any) -> tuple[Any, str]:
-    from te_mx.distributed import split_block
-
-    return split_block.run(block, x)
-
-
-def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
-    from te_mx.distributed import on_codes
-
-    found = on_codes.gathered(module, module._parameters, settings)
-    return found["_gathered"], found["_ran_with"]
-
-
-def _join(parts: Any) -> Any:
-    from te_mx.distributed import halves
-
-    return halves.join(parts)
-
-
-def _blank(parts: Any) -> Any:
-    from te_mx.distributed import halves
-
-    return halves.blank(parts)
-
-
-def _is_blank(tensor: Any) -> bool:
-    from te_mx.distributed import halves
-
-    return halves.is_blank(tensor)
-
-
-def _cut(whole: Any, like: Any) -> list[Any]:
-    from te_mx.distributed import halves
-
-    return halves.cut(whole, like)
-
-
-ranks.above.run = _run
-ranks.above.owners = _owners
-ranks.above.attach = _attach
-ranks.above.block = _block
-ranks.above.gathered = _gathered
-ranks.above.join = _join
-ranks.above.blank = _blank
-ranks.above.is_blank = _is_blank
-ranks.above.cut = _cut
+above.distributed = sys.modules[__name__]

@@ -190,8 +190,8 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
             "is held with the inputs of a product in front of its outputs, and blocks run along "
             "the inputs; call quantized_all_gather on the modules beside it, one by one"
         )
-    if module._frozen is not None:
-        return "is frozen; unfreeze it first"
+    if state := module._source.standing:
+        return f"is {state}; unfreeze it first"
     if dim != 0:
         return f"is sharded along dimension {dim}, and blocks run along it; shard dimension 0"
     after = param.post_forward_mesh_info

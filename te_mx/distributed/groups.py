@@ -1,13 +1,6 @@
 """Layers that a process group shares, as Transformer Engine's: every rank has its part of the
-weights as plain parameters, and collectives of the group stand around the layer.
-
-===========  =========================  ============================  ========================
-mode         before                     after                         gradients
-===========  =========================  ============================  ========================
-column       the input on every rank    nothing                       dx: summed
-row          the input's own features   summed                        bias: on every rank
-both         as column                  as row                        norm: summed
-===========  =========================  ============================  ========================
+weights as plain parameters, and collectives of the group stand around the layer as DTensor's do
+(the table of tensor_parallel.py, of which "both" is the last but one).
 
 With sequence parallelism tokens are sharded along dimension 0: the input is gathered and the sum
 scattered, and gradients of what every rank has (norm, bias of a sum) are left for the trainer to
@@ -19,92 +12,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from te_mx.distributed import on_codes
+from te_mx.distributed.collectives import COPIED, GATHERED, SCATTERED, Moved, OnOne, Ranks
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
-from te_mx.distributed.tensor_parallel import Counted, Elsewhere
-from te_mx.distributed.token_codes import Ranks, gathered, gathers_codes, scattered
+from te_mx.distributed.nodes import summed
+from te_mx.distributed.token_codes import gathers_codes
 from te_mx.nn.tensor_parallel import (
-    BOTH,
     COLUMN,
+    NORM,
     ROW,
+    SIZES,
     Shared,
+    biases_of_sum,
 )
-from te_mx.torch_internals import functional_collectives
-
-collectives = functional_collectives()
-
-_PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
-_NORM = ("layer_norm_weight", "layer_norm_bias")
-
-
-def _summed(x: Tensor, group: Any) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
-
-
-class Copied(torch.autograd.Function):
-    """What every rank has; gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over the ranks; its gradient is that of every part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class Gathered(torch.autograd.Function):
-    """The tokens of all ranks; gradients are summed and scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return scattered(grad, ctx.group), None
-
-
-class Scattered(torch.autograd.Function):
-    """This rank's tokens of the sum over the ranks; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
-
-
-class Nothing(torch.autograd.Function):
-    """Zero, and a gradient of zero: a bias that another rank adds, whose gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.zeros_like(grad)
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
@@ -120,45 +42,37 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             f"{label}: it is built for tp_size={how.size} and has no group; call "
             "layer.set_tensor_parallel_group(group) first, also of a copy"
         )
-    name = _PLACES[how.mode]
+    name = SIZES[how.mode]
     whole = getattr(module, name) * how.size
     check_whole_blocks(label, module._settings(), name, whole, how.size)
     held = dict(module._parameters)
-    after = _after(module, how.mode)
-    for key in after if group.rank() != 0 else ():
+    for key in biases_of_sum(held, (how.mode,)) if group.rank() != 0 else ():
         if held.get(key) is not None:
-            held[key] = (Nothing if how.sequence else Elsewhere).apply(held[key])
+            held[key] = OnOne.apply(held[key], False, not how.sequence)
     x, tokens = inp, None
     if how.mode != ROW and how.sequence and gathers_codes(module, inp):
         tokens = Ranks(group, how.size)
     elif how.mode != ROW:
-        x = (Gathered if how.sequence else Copied).apply(inp, group)
-        for key in _NORM if not how.sequence else ():
+        x = Moved.apply(inp, *(GATHERED if how.sequence else COPIED), group)
+        for key in NORM if not how.sequence else ():
             if held.get(key) is not None:
-                held[key] = Copied.apply(held[key], group)
-    codes = on_codes.gathered(module, held, module._settings())
-    layer = local_layer(module, held, _tokens=tokens, **codes)
+                held[key] = Moved.apply(held[key], *COPIED, group)
+    source = on_codes.gathered(module, held, module._settings(), module._source)
+    layer = local_layer(module, held, _tokens=tokens, _source=source)
     made = call(module, layer, x, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     if getattr(module, "return_layernorm_output", False):
         rest[-1] = _mine(rest[-1], how, group, tokens is not None)
-    if after:
+    if how.mode != COLUMN:
         if how.sequence and y.shape[0] % how.size:
             raise ValueError(
                 f"{label}: sequence_parallel=True shards {y.shape[0]} tokens (dimension 0) over "
                 f"{how.size} ranks, which must divide it"
             )
-        y = (Scattered if how.sequence else Summed).apply(y, group)
+        y = Moved.apply(y, *SCATTERED, group) if how.sequence else summed(y, group)
         if module.return_bias:
-            rest[0] = module.whole_bias() if how.mode == ROW else module._parameters[after[0]]
+            rest[0] = module.whole_bias() if how.mode == ROW else module.fc2_bias
     return (y, *rest) if isinstance(made, tuple) else y
-
-
-def _after(module: Any, mode: str) -> tuple[str, ...]:
-    """Names of the biases of a sum, all parts of one that is split (parameters_split)."""
-    if mode == BOTH:
-        return ("fc2_bias",)
-    return module._parts_of("bias") if mode == ROW else ()
 
 
 def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:
@@ -168,4 +82,4 @@ def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:
         return z
     if how.sequence:
         return z.chunk(how.size)[group.rank()]
-    return Counted.apply(z, group.rank() == 0)
+    return OnOne.apply(z, True, group.rank() == 0)

@@ -17,6 +17,7 @@ from te_mx.torch_internals import closed_over, functions_of_styles
 
 _MADE_BY = f"{distribute_module.__name__}.<locals>."
 _INNER, _WHOLE = (Shard(-1),), (Replicate(),)
+_KNOWN = {styles._prepare_input, styles._prepare_output, *functions_of_styles().values()}
 
 
 def given(hook: Any, name: str) -> Any:
@@ -26,26 +27,6 @@ def given(hook: Any, name: str) -> Any:
         return None
     made = closed_over(hook, name)
     return made if isinstance(made, partial) and made.func in _KNOWN else None
-
-
-def _known() -> dict[Any, Any]:
-    """Functions of styles, and what each says of the inner width: whether that stays as the layer
-    makes it, or is taken as it is made."""
-    torch_into, torch_out = (lambda *its: its == (_INNER, _INNER)), (lambda to, _: to == _INNER)
-    torchs: dict[str, Any] = {
-        "column in": lambda *_: False,
-        "column out": torch_out,
-        "row in": torch_into,
-        "row out": lambda *_: False,
-    }
-    return {
-        **{function: torchs[name] for name, function in functions_of_styles().items()},
-        styles._prepare_input: lambda style: style.input_layouts == Shard(-1),
-        styles._prepare_output: lambda style: style.output_layouts in (None, Shard(-1)),
-    }
-
-
-_KNOWN = _known()
 
 
 class Wanted(NamedTuple):
@@ -65,8 +46,10 @@ def wanted_of(layer: Any) -> Wanted | None:
     if len(layer._forward_hooks) != 1 or layer._forward_hooks_with_kwargs:
         return None
     made = _of(layer, "_forward_hooks", "output_fn")
-    if made is None:
-        return None
+    return None if made is None else _wanted(made)
+
+
+def _wanted(made: Any) -> Wanted:
     if made.func is not styles._prepare_output:
         return Wanted(*made.args)
     style = made.args[0]
@@ -121,35 +104,25 @@ def _of(layer: Any, hooks: str, name: str) -> Any:
 
 def why_not_between(first: list[Any], last: Any) -> str:
     """Why what the first layers make does not go to the last one as it is."""
-    into = [_of(one, "_forward_pre_hooks", "input_fn") for one in first]
-    if any(_differ(one, into[0]) for one in into[1:]):
+    into = [_taken(_of(one, "_forward_pre_hooks", "input_fn")) for one in first]
+    if any(one != into[0] for one in into):
         return "its first layers take their input differently"
     made = [_of(one, "_forward_hooks", "output_fn") for one in first]
+    outs = [Wanted(None, False) if one is None else _wanted(one) for one in made]
     taken = _of(last, "_forward_pre_hooks", "input_fn")
-    local = [_makes_local(one) for one in made]
-    if any(one != local[0] for one in local[1:]) or (local[0] and taken is None):
+    if any(one.local != outs[0].local for one in outs) or (outs[0].local and taken is None):
         return "its first layers give their results differently"
-    if all(one is None or _KNOWN[one.func](*one.args) for one in (*made, taken)):
+    layouts = [*(one.layouts for one in outs), *_taken(taken)[1:]]
+    if all(one in (None, _INNER) for one in layouts):
         return ""
     return "its inner width is not sharded along the features on all ranks"
 
 
-def _makes_local(made: Any) -> bool:
-    """Whether a plain tensor comes out of the hook."""
+def _taken(made: Any) -> tuple[Any, ...]:
+    """Of a hook in front of a layer its function, how it takes plain tensors as placed, and where
+    torch's styles move them."""
     if made is None:
-        return False
-    last = made.args[-1]
-    return last if isinstance(last, bool) else last.use_local_output
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is not other
-    return one.func is not other.func or not _same(one.args, other.args)
-
-
-def _same(one: Any, other: Any) -> bool:
-    def of(args: Any) -> Any:
-        return [getattr(a, "input_layouts", a) for a in args]
-
-    return of(one) == of(other)
+        return (None,)
+    if made.func is styles._prepare_input:
+        return made.func, (made.args[0].input_layouts,)
+    return made.func, *made.args

@@ -14,8 +14,6 @@ from te_mx import formats
 from te_mx.context.region import is_tracing
 from te_mx.recipes.settings import Settings
 
-KEPT_HERE = ("_microbatch",)  # what a forward writes and a later one reads
-
 
 def local_layer(module: Any, held: Mapping[str, Tensor | None], **attributes: Any) -> Any:
     """A copy of a module with other parameters and attributes. It shares what the module keeps, but
@@ -33,12 +31,7 @@ def local_layer(module: Any, held: Mapping[str, Tensor | None], **attributes: An
 
 def call(module: Any, layer: Any, inp: Any, *args: Any) -> Any:
     """The forward of a local layer of a module."""
-    made = type(module).forward(layer, inp, *args)
-    if not is_tracing():
-        for name in KEPT_HERE:
-            if name in layer.__dict__:
-                module.__dict__[name] = layer.__dict__[name]
-    return made
+    return type(module).forward(layer, inp, *args)
 
 
 def block_of(settings: Settings) -> int:

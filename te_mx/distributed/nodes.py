@@ -14,18 +14,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from te_mx.autograd import node as transforms
 from te_mx.context.region import is_tracing
+from te_mx.distributed.collectives import SUMMED, SUMMED_HERE, Moved, summed_here
 from te_mx.nn.linear import Linear
 from te_mx.torch_internals import descriptions, dispatch_modes, local_part
 
 DTensorSpec, TensorMeta = descriptions()
 _modes = dispatch_modes if DTensorSpec is not None else lambda: 1
 _SUM, _WHOLE = Partial(), (Replicate(),)
+_LOCAL = "_te_mx_local"
 
 
 def plain(*tensors: Any) -> bool:
@@ -84,7 +85,8 @@ class _Local(torch.autograd.Function):
             return None, None, None
         spec, group = ctx.spec, ctx.group
         if group is not None and plain(grad) and not torch.is_grad_enabled():
-            return _made(_sum_of(grad, group), spec), None, None
+            own = grad.clone(memory_format=torch.contiguous_format)  # somebody else may have grad
+            return _made(summed_here(own, group), spec), None, None
         if group is not None:
             partial = [_SUM] * spec.mesh.ndim
             made = DTensor.from_local(grad, spec.mesh, partial, run_check=False)
@@ -130,19 +132,13 @@ def here_of(parameter: DTensor, grads: Sequence[Placement]) -> Here | None:
     return Here(parameter, local, spec)
 
 
-def _sum_of(partial: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks; somebody else may have `partial` too."""
-    total = partial.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def local_of(x: DTensor, grads: Sequence[Placement]) -> Tensor:
-    """x.to_local(grad_placements=grads)."""
+def local_of(x: DTensor, grads: Sequence[Placement], summed: bool = False) -> Tensor:
+    """x.to_local(grad_placements=grads). summed: of an x whose gradient every rank gets the sum of
+    (`sums_gradient`)."""
     if is_tracing() or _modes() or not torch.is_grad_enabled():
         return x.to_local(grad_placements=grads)
-    spec = _described(x.device_mesh, tuple(grads), x.shape, x.dtype)
-    local: Tensor = _Local.apply(x, spec, None)
+    wanted, group = (x.placements, x.device_mesh.get_group(0)) if summed else (tuple(grads), None)
+    local: Tensor = _Local.apply(x, _described(x.device_mesh, wanted, x.shape, x.dtype), group)
     return local
 
 
@@ -160,10 +156,32 @@ def sums_gradient(x: DTensor, grads: Sequence[Placement]) -> bool:
     return tuple(before) == x.placements == _WHOLE and grads[0] == _SUM
 
 
-def local_with_sum(x: DTensor) -> Tensor:
-    """The same of an x whose gradient is summed over the ranks (`sums_gradient`)."""
-    spec = _described(x.device_mesh, x.placements, x.shape, x.dtype)
-    local: Tensor = _Local.apply(x, spec, x.device_mesh.get_group(0))
+def placed(x: DTensor, mesh: Any, placements: list[Placement]) -> DTensor:
+    """x itself where it is so placed already."""
+    if x.device_mesh == mesh and x.placements == tuple(placements):
+        return x
+    return x.redistribute(mesh, placements)
+
+
+def local_of_input(x: DTensor, grads: Sequence[Placement]) -> Tensor:
+    """x.to_local(grad_placements=..), the same tensor as long as x is what it was: layers that read
+    one DTensor quantize it once (autograd/input_cache.py), and their gradients add up on the rank
+    before DTensor moves the sum. It is kept by x, and is a view of what x holds.
+    """
+    inner = local_part(x)
+    # NOTE: in-place operations change the version of a DTensor, not that of what it holds.
+    if is_tracing() or x.is_inference() or inner.is_inference():
+        return x.to_local(grad_placements=grads)
+    if x.requires_grad and x.is_leaf:  # whose gradient's place holds it: it would keep itself alive
+        return x.to_local(grad_placements=grads)
+    versions = x._version, inner._version
+    key = tuple(grads), versions, x.requires_grad, torch.is_grad_enabled()
+    held = x.__dict__.get(_LOCAL)
+    if held is not None and held[0] == key and held[1] is inner:
+        return held[2]
+    local = local_of(x, grads, sums_gradient(x, grads))
+    if local.data_ptr() == inner.data_ptr():  # not what an asynchronous result becomes
+        x.__dict__[_LOCAL] = key, inner, local
     return local
 
 
@@ -201,28 +219,14 @@ def spread(y: Tensor, mesh: Any, placements: Sequence[Placement], shape: torch.S
 
 
 # ------------------------------------------------------------------------------ sums over the ranks
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of y, in its memory; its gradient is that of every rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
-        total = y.detach()  # products keep nothing of what they made
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def may_sum(y: Tensor) -> bool:
-    """Whether `summed` may write over y."""
-    return torch.is_grad_enabled() and y.requires_grad and y.is_contiguous()
+    """Whether `summed` writes over y."""
+    return plain(y) and torch.is_grad_enabled() and y.requires_grad and y.is_contiguous()
 
 
-def summed(y: Tensor, mesh: Any) -> Tensor:
+def summed(y: Tensor, group: Any) -> Tensor:
     """The sum over the ranks of y, which a product has just written and nobody else has."""
-    total: Tensor = _Summed.apply(y, mesh.get_group(0))
+    total: Tensor = Moved.apply(y, *(SUMMED_HERE if may_sum(y) else SUMMED), group)
     return total
 
 

@@ -5,69 +5,53 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from te_mx._ops import Made, Operand, Stack
-from te_mx.autograd import node, weight_parts
+from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import KeptWeights
 from te_mx.autograd.linear_recipe import KeptWeight, at_rest
 from te_mx.context.region import is_tracing
 from te_mx.distributed.gathered import GatheredWeight
 from te_mx.distributed.local_layer import call, local_layer
-from te_mx.nn.linear import Linear
 from te_mx.recipes.settings import Settings
+from te_mx.weights.source import Gathered, WeightSource
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
     """The forward of a module with gathered codes as weights."""
     held = module._parameters
-    if type(module) is Linear and (kept := _alone(module, held, inp, args)) is not None:
-        return module._on_codes(inp, kept)
-    layer = local_layer(module, held, **gathered(module, held, module._settings()))
+    source = gathered(module, held, module._settings(), module._source)
+    layer = local_layer(module, held, _source=source)
     return call(module, layer, inp, *args)
 
 
-def _alone(module: Any, held: Mapping[str, Any], inp: Any, args: Any) -> KeptWeight | None:
-    """What stands in for the weight of a layer that has nothing else to look at; None of others."""
-    weight, bias = held.get("weight"), held.get("bias")
-    if (
-        not isinstance(weight, GatheredWeight)
-        or isinstance(bias, (DTensor, GatheredWeight))
-        or isinstance(inp, DTensor)
-        or any(arg is not None for arg in args)
-        or module._frozen is not None
-        or module._routed()
-        or is_tracing()
-        or node.active()
-    ):
-        return None
-    return _checked(module, "weight", weight, module._settings())
-
-
-def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) -> dict[str, Any]:
-    """What a local layer has to know where some of these parameters are gathered codes.
+def gathered(
+    module: Any, held: Mapping[str, Any], settings: Settings | None, source: WeightSource
+) -> WeightSource:
+    """The source of a layer that runs on these parameters: the given one, or that of codes where
+    some of them are gathered so.
 
     Raises:
         RuntimeError: they are of another format than the active recipe wants.
     """
     found = {key: value for key, value in held.items() if isinstance(value, GatheredWeight)}
     if not found:
-        return {}
+        return source
     kept: dict[str, Any] = {}
     whole: Any = None
     for key in module._weight_keys:
         names = module._parts_of(key)
         if len(names) == 1 and names[0] in found:
-            kept[key] = _checked(module, key, found[key], settings)
+            kept[key] = _kept(found[key], _check(module, key, settings))
         elif names[0] in found:  # parameters_split, or halves of a gated fc1
             wanted = [_check(module, name, settings) for name in names]
             whole = weight_parts.cat([found[name] for name in names])
             kept[key] = _of_codes(whole, wanted[0])
-    return {"_gathered": kept, "_joined": whole, "_ran_with": next(iter(kept.values())).settings}
+    return Gathered(kept, whole, source)
 
 
-def _checked(module: Any, key: str, weight: GatheredWeight, settings: Settings | None) -> Any:
-    return _kept(weight, _check(module, key, settings))
+def codes_of(module: Any, settings: Settings | None) -> WeightSource:
+    """The source of a module whose weights are gathered as codes."""
+    return gathered(module, module._parameters, settings, module._source)
 
 
 def _check(module: Any, key: str, settings: Settings | None) -> Settings:

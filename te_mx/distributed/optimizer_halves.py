@@ -82,10 +82,9 @@ def split_halves(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     _check_state("split_halves", state)
     like: dict[str, tuple[list[str], list[Any]]] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, LayerNormMLP) and module._halves:
-            path = f"{prefix}." if prefix else ""
-            for key in gated_halves.KEYS:
-                names = gated_halves.names_of(key)
+        path = f"{prefix}." if prefix else ""
+        for key in gated_halves.KEYS if isinstance(module, LayerNormMLP) else ():
+            if len(names := module._parts_of(key)) > 1:
                 parts = [module._parameters[name] for name in names]
                 like[path + key] = [path + name for name in names], parts
 

@@ -5,7 +5,7 @@ stay what they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,11 +16,11 @@ from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.nn.tensor_parallel import BOTH, COLUMN, EXPERTS, NORM, ROW, SIZES, biases_of_sum, cut_of
 from te_mx.recipes.settings import Settings
 from te_mx.torch_internals import description
 
-COLUMN, ROW, BOTH, EXPERTS, WHOLE = "column", "row", "both", "experts", "whole"
-_NORM = ("layer_norm_weight", "layer_norm_bias")
+WHOLE = "whole"  # beside the modes: every rank has all of it
 
 
 class Way(NamedTuple):
@@ -82,10 +82,7 @@ def plan_of(module: Any, held: dict[str, Any], settings: Settings | None, inp: A
 def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any) -> Plan:
     label = module._label()
     mesh = mesh_of(label, held, inp)
-    if isinstance(module, GroupedLinear):
-        first = held[module._weight_names[0]]
-    else:
-        first = held.get(module._parts_of(module._weight_keys[0])[0])
+    first = held.get(module._parts_of(module._weight_keys[0])[0])
     if first is None or getattr(module, "_split", None) is not None:
         raise NotImplementedError(
             f"{label}: parameters_split makes several parameters of one weight, whose shards are "
@@ -93,8 +90,7 @@ def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any
         )
     kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
     _refuse(module, label, kinds)
-    for name, size, ranks in cuts_of(module, kinds, mesh):
-        check_whole_blocks(label, settings, name, size, ranks)
+    check_cuts(module, settings, kinds, mesh)
     if EXPERTS in kinds:
         way = Way(kinds, [Replicate()], [Replicate()], [Replicate()])
         return planned(module, mesh, held, way, settings, inp)
@@ -110,14 +106,9 @@ def planned(
         kind not in (ROW, BOTH) or mesh.get_local_rank(dim) == 0
         for dim, kind in enumerate(way.kinds)
     )
-    added: set[str] = set()
-    if ROW in way.kinds:
-        added.update(module._bias_names if isinstance(module, GroupedLinear) else ("bias",))
-    if BOTH in way.kinds:
-        added.add("fc2_bias")
     grads = {name: tuple(_gradients_of(name, way, p.placements)) for name, p in held.items()}
     return Plan(
-        mesh, way, grads, frozenset() if adds else frozenset(added),
+        mesh, way, grads, frozenset(() if adds else biases_of_sum(held, way.kinds)),
         () if is_tracing() else tuple([description(p) for p in held.values()]), settings,
         inp.placements if isinstance(inp, DTensor) else None, inp.ndim,
     )  # fmt: skip
@@ -149,22 +140,23 @@ def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
     if isinstance(module, LayerNormMLP):
         names = module._parts_of("fc1_weight")
         places = [held[name].placements[dim] for name in (*names, "fc2_weight")]
-        *ones, two = map(_dim_of, places)
-        if set(ones) == {None} and two is None:
+        dims = [_dim_of(place) for place in places]
+        if set(dims) == {None}:
             return WHOLE
-        if set(ones) != {0} or two != 1:
+        if dims != [cut_of(BOTH, name) for name in (*names, "fc2_weight")]:
             raise ValueError(
                 f"{label}: {', '.join(names)} and fc2_weight must be Shard(0) and Shard(1), or all "
                 f"Replicate, got {', '.join(map(str, places))}"
             )
-        if module._act.gated and not module._halves and held[names[0]].device_mesh.size(dim) > 1:
+        whole = len(names) == 1 and held[names[0]].device_mesh.size(dim) > 1
+        if whole and module._act.gated:
             raise ValueError(
                 f"{label}: the rows of fc1_weight are halves, what is activated and its gate, and "
                 f"{places[0]} gives no rank the same part of both; shard the layer with "
                 "te_mx.distributed.ModuleParallel"
             )
         return BOTH
-    name = module._weight_names[0] if isinstance(module, GroupedLinear) else "weight"
+    name = module._parts_of("weight")[0]
     kinds = [COLUMN, ROW]
     if isinstance(module, GroupedLinear) and module.single_grouped_weight:
         kinds = [EXPERTS, COLUMN, ROW]
@@ -193,17 +185,13 @@ def _refuse(module: Any, label: str, kinds: list[str]) -> None:
         )
 
 
-def cuts_of(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, int]]:
-    """Sizes of weights that are cut, and for how many ranks. Cuts of out_features matter where a
-    gradient is made, or where blocks have several rows."""
+def check_cuts(module: Any, settings: Settings | None, kinds: list[str], mesh: Any) -> None:
+    """Raise ValueError where a weight is not cut between blocks. Cuts of out_features matter where
+    a gradient is made, or where blocks have several rows."""
     for dim, kind in enumerate(kinds):
-        ranks = mesh.size(dim)
-        if kind == ROW:
-            yield "in_features", module.in_features, ranks
-        elif kind == COLUMN:
-            yield "out_features", module.out_features, ranks
-        elif kind == BOTH:
-            yield "ffn_hidden_size", module.ffn_hidden_size, ranks
+        if name := SIZES.get(kind):
+            size = getattr(module, name)
+            check_whole_blocks(module._label(), settings, name, size, mesh.size(dim))
 
 
 def way_of(kinds: list[str], x: Sequence[Placement], last: int) -> Way:
@@ -230,7 +218,7 @@ def _gradients_of(name: str, way: Way, own: tuple[Placement, ...]) -> list[Place
         whole = Partial() if x.is_shard() else Replicate()
         if kind == WHOLE:
             made.append(whole)
-        elif name in _NORM:
+        elif name in NORM:
             made.append(Partial())
         else:
             made.append(place)  # a shard; or Replicate, a bias that is added to a sum

@@ -12,14 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_mx.distributed.hooks import hooks_of, same_objects, why_not_between, why_not_usual
-from te_mx.distributed.inputs import local_of, placed
-from te_mx.distributed.local_layer import check_whole_blocks
+from te_mx.distributed.nodes import local_of_input, placed
 from te_mx.distributed.plans import (
-    COLUMN,
-    ROW,
     WHOLE,
     Plan,
-    cuts_of,
+    check_cuts,
     kind_of,
     planned,
     way_of,
@@ -31,6 +28,7 @@ from te_mx.fusion.fused_mlp import (
     why_not_these,
 )
 from te_mx.nn.guards import FUSED, why_not_given
+from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.recipes.settings import Settings
 from te_mx.torch_internals import local_part
 
@@ -45,7 +43,7 @@ class _Found(NamedTuple):
 _found: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
 
-def run(block: Any, x: Any) -> tuple[Any, str]:
+def run_block(block: Any, x: Any) -> tuple[Any, str]:
     """The result of a block, and "fused"; or None and why its layers run one by one: then they also
     say what is wrong with their tensors, if anything is."""
     layers, settings, reason = block.layers_of_step(why_not_usual)
@@ -74,9 +72,10 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
         local_of_layer(one, plan, held)
         for one, plan, held in zip(layers, plans, spread, strict=True)
     ]
-    own = [one._owned for one in local if one._owned]
-    local[0].__dict__["_owned"] = {k: v for one in own for k, v in one.items()} or None
-    here = local_of(x, first[0].way.x_grad)
+    own = [one._source.owned for one in local if one._source.owned]
+    owned = {k: v for one in own for k, v in one.items()} or None
+    local[0].__dict__["_source"] = local[0]._source.shared_by(local[0]._source.lent, owned)
+    here = local_of_input(x, first[0].way.x_grad)
     if reason := why_not_these(here, local):
         return None, reason
     y = run_as_step(act, local, here, settings)
@@ -129,8 +128,7 @@ def _made(
             "its layers are not split by rows in front of the activation and columns behind",
         )
     for one, its in zip(layers, kinds, strict=True):
-        for name, size, ranks in cuts_of(one, its, mesh):
-            check_whole_blocks(one._label(), settings, name, size, ranks)
+        check_cuts(one, settings, its, mesh)
     way = way_of(kinds[0], x.placements, x.ndim - 1)
     behind = way_of(kinds[-1], way.y, x.ndim - 1)
     if behind.x != way.y:

@@ -21,6 +21,7 @@ from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
+from te_mx.nn.tensor_parallel import BOTH, COLUMN, EXPERTS, ROW, cut_of
 from te_mx.runtime.arguments import (
     check_flag,
     is_one_of,
@@ -28,7 +29,7 @@ from te_mx.runtime.arguments import (
 )
 from te_mx.weights import gated_halves
 
-MODES = ("column", "row", "experts")
+MODES = (COLUMN, ROW, EXPERTS)
 
 
 class ModuleParallel(ParallelStyle):
@@ -113,31 +114,17 @@ class ModuleParallel(ParallelStyle):
 def _partition(style: ModuleParallel, name: str, module: nn.Module, mesh: Any) -> None:
     if not isinstance(module, MXModule):
         return
-    if isinstance(module, LayerNormMLP) and module._act.gated and not module._halves:
+    if isinstance(module, LayerNormMLP) and module._act.gated:
         gated_halves.split(module)
     for key, value in list(module.named_parameters(recurse=False)):
-        place = _placement(style.mode, module, key)
-        made = distribute_tensor(value, mesh, [place], src_data_rank=style.src_data_rank)
+        stacked = isinstance(module, GroupedLinear) and (
+            module.single_grouped_weight if key.startswith("weight") else module.single_grouped_bias
+        )
+        dim = cut_of(BOTH if isinstance(module, LayerNormMLP) else style.mode, key, stacked)
+        place = [Replicate() if dim is None else Shard(dim)]
+        made = distribute_tensor(value, mesh, place, src_data_rank=style.src_data_rank)
         module.register_parameter(key, nn.Parameter(made, requires_grad=value.requires_grad))
     module._forget_copies()
-
-
-def _placement(mode: str, module: Any, key: str) -> Placement:
-    """Where a parameter goes."""
-    if key.startswith("layer_norm") or key == "fc2_bias":
-        return Replicate()
-    if key.startswith("fc1"):
-        return Shard(0)
-    if key == "fc2_weight":
-        return Shard(1)
-    if mode == "experts":
-        return Shard(0)
-    stacked = isinstance(module, GroupedLinear) and (
-        module.single_grouped_weight if key.startswith("weight") else module.single_grouped_bias
-    )
-    if mode == "row":
-        return Replicate() if key.startswith("bias") else Shard(1 + stacked)
-    return Shard(int(stacked))
 
 
 def _prepare_input(style: ModuleParallel, module: Any, inputs: Any, mesh: Any) -> Any:

@@ -24,54 +24,30 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from te_mx.distributed.collectives import OnOne
 from te_mx.distributed.fsdp import Sharded, params_of
 from te_mx.distributed.hooks import wanted_of
-from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.distributed.nodes import (
     answers_with,
     contiguous,
     here_of,
     lends,
+    local_of,
+    local_of_input,
     may_sum,
+    placed,
     plain,
     spread,
     summed,
 )
-from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.on_codes import gathered
-from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
+from te_mx.distributed.plans import WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.nn.tensor_parallel import EXPERTS
 from te_mx.torch_internals import gathered_parameter
-
-
-class Elsewhere(torch.autograd.Function):
-    """The bias of a rank that does not add it: zero, and the gradient passes as on the one that
-    does, because every rank has the whole gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Counted(torch.autograd.Function):
-    """What every rank has, with the same gradient on each: it is that of one rank, where gradients
-    of ranks are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
-        ctx.counts = counts
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.counts else torch.zeros_like(grad), None
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
@@ -83,11 +59,11 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             can compute with: across blocks, or along other dimensions.
         NotImplementedError: what the module does besides has no meaning on a shard.
     """
-    if module._is_dropped():
-        raise NotImplementedError(
-            f"{module._label()}: frozen without its master weight, it takes no DTensor; unfreeze "
-            "with te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()"
-        )
+    module._source.needs_values(
+        NotImplementedError,
+        f"{module._label()}: frozen without its master weight, it takes no DTensor; unfreeze "
+        "with te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()",
+    )
     held = {name: p for name, p in module._parameters.items() if p is not None}
     settings = module._settings()
     plan = plan_of(module, held, settings, inp)
@@ -99,10 +75,10 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     tokens = None if isinstance(module, GroupedLinear) else tokens_of(module, mesh, way.x, x)
     if tokens is None:
         x = placed(x, mesh, way.x)
-        mine = local_of(x, way.x_grad)
+        mine = local_of_input(x, way.x_grad)
     else:
         layer._tokens = tokens
-        mine = local_of(x, list(x.placements))
+        mine = local_of_input(x, list(x.placements))
     made = call(module, layer, mine, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
@@ -127,7 +103,7 @@ def result(
     if wanted is None:
         return spread(y, mesh, places, shape)
     if places[0].is_partial() and wanted.whole() and may_sum(y):
-        y, places = summed(y, mesh), [Replicate()]
+        y, places = summed(y, mesh.get_group(0)), [Replicate()]
     out = spread(y, mesh, places, shape)
     return answers_with(out, y) if wanted.local else out
 
@@ -138,7 +114,7 @@ def behind_hook(module: Any, y: Tensor, mesh: Any, places: list[Placement]) -> T
     wanted = wanted_of(module) if plain(y) and mesh.ndim == 1 else None
     if wanted is None or not wanted.local or not wanted.whole():
         return None
-    return summed(y, mesh) if places[0].is_partial() and may_sum(y) else None
+    return summed(y, mesh.get_group(0)) if places[0].is_partial() and may_sum(y) else None
 
 
 def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
@@ -147,7 +123,7 @@ def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: tor
         dim for dim, (kind, place) in enumerate(zip(way.kinds, own, strict=True))
         if kind != WHOLE and place.is_replicate()
     ]  # fmt: skip
-    z = Counted.apply(z, all(mesh.get_local_rank(dim) == 0 for dim in shares))
+    z = OnOne.apply(z, True, all(mesh.get_local_rank(dim) == 0 for dim in shares))
     return DTensor.from_local(z, mesh, own, run_check=False, shape=shape, stride=contiguous(shape))
 
 
@@ -172,14 +148,13 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
             with torch.no_grad():
                 value = parameter.to_local()
         else:
-            value = local_of_parameter(parameter, grads)
+            value = local_of(parameter, grads)
         if name in plan.elsewhere:
-            value = Elsewhere.apply(value)
+            value = OnOne.apply(value, False, True)
         local[name] = value
-    return local_layer(
-        module, local, _owned=owned or None, _lent=lent, **_sizes(module, local),
-        **gathered(module, local, plan.settings),
-    )  # fmt: skip
+    source = module._source.shared_by(lent, owned or None)
+    source = gathered(module, local, plan.settings, source)
+    return local_layer(module, local, _source=source, **_sizes(module, local))
 
 
 class Placed:
@@ -202,16 +177,14 @@ class Placed:
 
 def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
     """Whom the gradient of a weight belongs to: where fully_shard lends it, what it is made of."""
-    placed = Placed(parameter, grads)
+    owner = Placed(parameter, grads)
     for param in params_of(module).values():
         if gathered_parameter(param) is parameter:
-            return Sharded(param, before=placed)
-    return placed
+            return Sharded(param, before=owner)
+    return owner
 
 
 def _weights_of(module: Any) -> tuple[str, ...]:
-    if isinstance(module, GroupedLinear):
-        return module._weight_names
     return tuple(name for key in module._weight_keys for name in module._parts_of(key))
 
 

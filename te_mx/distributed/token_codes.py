@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from te_mx.autograd import node, sequence_parallel
+from te_mx.distributed.collectives import Ranks
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
 from te_mx.runtime.arguments import check_flag, check_module
-from te_mx.torch_internals import functional_collectives
-
-collectives = functional_collectives()
 
 
 def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:
@@ -56,41 +54,13 @@ def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:
     return len(layers)
 
 
-def gathered(mine: Tensor, group: Any) -> Tensor:
-    """[n, ..] of every rank of a group, one behind the other."""
-    made = collectives.all_gather_tensor(mine.contiguous(), 0, group)
-    return collectives.wait_tensor(made)
-
-
-def scattered(partial: Tensor, group: Any) -> Tensor:
-    """This rank's part along dimension 0 of the sum over a group."""
-    made = collectives.reduce_scatter_tensor(partial.contiguous(), "sum", 0, group)
-    return collectives.wait_tensor(made)
-
-
-class Ranks(NamedTuple):
-    """The ranks of a group, as autograd/sequence_parallel.py sees them."""
-
-    group: Any
-    ranks: int
-
-    def gathered(self, mine: Tensor) -> Tensor:
-        """[n, ..] of every rank, [ranks * n, ..]."""
-        return gathered(mine, self.group)
-
-    def scattered(self, partial: Tensor) -> Tensor:
-        """This rank's part [n, ..] of the sum of [ranks * n, ..]."""
-        return scattered(partial, self.group)
-
-
 def gathers_codes(module: Any, inp: Tensor) -> bool:
     """Whether this call on tokens of one rank gathers codes."""
     if not module._gathers_inputs or inp.dim() < 2 or node.active():
         return False
     settings = module._settings()
-    return (
-        settings is not None and not module._is_weight_only() and sequence_parallel.takes(settings)
-    )
+    quantizes = module._source.quantizes_inputs
+    return settings is not None and quantizes and sequence_parallel.takes(settings)
 
 
 def tokens_of(module: Any, mesh: Any, wanted: Sequence[Placement], x: DTensor) -> Ranks | None:

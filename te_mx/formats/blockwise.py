@@ -21,13 +21,11 @@ te_mx's own formats (te_mx.formats.fp8_blockwise) choose scales as Transformer E
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from te_mx.formats.format import READ, check_matrix
-from te_mx.runtime.arguments import shown
+from te_mx.formats.format import READ, check_matrix, in_blocks
+from te_mx.runtime.arguments import check_size, shown
 
 EPSILON = 1e-12
 DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -37,7 +35,7 @@ def act_quant_lhs(
     x: Tensor, block_size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] in blocks along K: codes [M, K], scales [M, ceil(K / b)] column-major."""
-    codes, scales = _quantize(x, (1, _size(block_size)), dtype)
+    codes, scales = _quantize(x, (1, check_size("block_size", block_size, 1)), dtype)
     return codes, _column_major(scales)
 
 
@@ -51,7 +49,7 @@ def act_quant_rhs(
     """
     check_matrix("x", x, *READ)
     epsilon = torch.tensor(EPSILON, dtype=x.dtype).item() or EPSILON
-    codes, scales = _quantize(x, (_size(block_size), 1), dtype, epsilon)
+    codes, scales = _quantize(x, (check_size("block_size", block_size, 1), 1), dtype, epsilon)
     return _column_major(codes), scales
 
 
@@ -59,7 +57,7 @@ def act_quant_transposed_lhs(
     x: Tensor, block_size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] in blocks along M, turned: codes [K, M], scales [K, ceil(M / b)] column-major."""
-    codes, scales = _quantize(x, (_size(block_size), 1), dtype)
+    codes, scales = _quantize(x, (check_size("block_size", block_size, 1), 1), dtype)
     return codes.t().contiguous(), scales.t()
 
 
@@ -68,7 +66,7 @@ def weight_quant_rhs(
 ) -> tuple[Tensor, Tensor]:
     """x [M, N] in square blocks: codes [M, N] and scales [ceil(M / b), ceil(N / b)], both
     column-major."""
-    codes, scales = _quantize(x, (_size(block_size),) * 2, dtype)
+    codes, scales = _quantize(x, (check_size("block_size", block_size, 1),) * 2, dtype)
     return _column_major(codes), _column_major(scales)
 
 
@@ -77,7 +75,7 @@ def weight_quant_transposed_rhs(
 ) -> tuple[Tensor, Tensor]:
     """x [M, N] in square blocks, transposed: codes [N, M] and scales [ceil(N / b), ceil(M / b)],
     both column-major."""
-    codes, scales = _quantize(x, (_size(block_size),) * 2, dtype)
+    codes, scales = _quantize(x, (check_size("block_size", block_size, 1),) * 2, dtype)
     return codes.t(), scales.t()
 
 
@@ -96,25 +94,14 @@ def _quantize(
         known = " or ".join(map(str, DTYPES))
         raise TypeError(f"dtype must be {known}, got {shown(dtype)}")
     rows, cols = x.shape
-    height, width = min(block[0], max(rows, 1)), min(block[1], max(cols, 1))
-    tall, wide = -(-rows // height), -(-cols // width)
-    x = x.detach().resolve_neg()
-    blocks = torch.nn.functional.pad(x, (0, wide * width - cols, 0, tall * height - rows))
-    blocks = blocks.reshape(tall, height, wide, width)
+    block = min(block[0], max(rows, 1)), min(block[1], max(cols, 1))
+    blocks = in_blocks(x.detach().resolve_neg(), block)
     top = torch.finfo(dtype).max
     amax = blocks.abs().amax((1, 3), keepdim=True).double().clamp(min=epsilon)
     factors = (top / amax).float()
     codes = (blocks * factors).clamp(-top, top).to(dtype)
-    codes = codes.view(torch.uint8).reshape(tall * height, wide * width)[:rows, :cols]
-    return codes.contiguous().view(dtype), factors.reciprocal().reshape(tall, wide)
-
-
-def _size(block_size: Any) -> int:
-    if type(block_size) is not int:
-        raise TypeError(f"block_size must be an int, got {shown(block_size)}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be 1 or more, got {block_size}")
-    return block_size
+    codes = codes.view(torch.uint8).flatten(2, 3).flatten(0, 1)[:rows, :cols]
+    return codes.contiguous().view(dtype), factors.reciprocal()[:, 0, :, 0]
 
 
 def _column_major(values: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.formats.element import Element
-from te_mx.formats.format import Format, check_matrix, get
+from te_mx.formats.format import Format, check_matrix, get, in_blocks
 
 _PAIRS = {"e4m3": "e4m3fnuz", "e5m2": "e5m2fnuz", "e4m3fnuz": "e4m3", "e5m2fnuz": "e5m2"}
 
@@ -66,27 +65,16 @@ def convert(codes: Tensor, scales: Tensor, fmt: str, to: str) -> tuple[Tensor, T
 
     special = ~mine.decode(codes).isfinite()
     above = ((codes & 0x7F) > other.max_code) & ~special
-    again = _in_blocks(above, source)
+    again = in_blocks(above, source.scaling.block).any(3).any(1)
     if not doubles:
         again |= moved.abs() < torch.finfo(torch.float32).tiny
     same_bytes = codes if other.has_negative_zero else torch.where(codes == 0x80, 0, codes)
-    made = torch.where(_of_elements(again, source, codes), _encoded(codes, mine, other), same_bytes)
+    # The codes of the other element for the same numbers, to nearest even.
+    zero = torch.zeros((), dtype=torch.int32, device=codes.device)
+    encoded = other.encode(mine.decode(codes).view(torch.int32), zero)
+    made = torch.where(_of_elements(again, source, codes), encoded, same_bytes)
     made = torch.where(special, other.nan_code or 0, made).to(torch.uint8)
     return made.view(dtype), torch.where(again, scales, moved)
-
-
-def _encoded(codes: Tensor, mine: Element, other: Element) -> Tensor:
-    """The codes of another element for the same numbers, to nearest even."""
-    bits = mine.decode(codes).view(torch.int32)
-    return other.encode(bits, torch.zeros((), dtype=torch.int32, device=codes.device))
-
-
-def _in_blocks(mask: Tensor, fmt: Format) -> Tensor:
-    """Which blocks have a marked element."""
-    (rows, k), (height, width) = mask.shape, fmt.scaling.block
-    tall, wide = fmt.scales_shape(rows, k)
-    mask = torch.nn.functional.pad(mask, (0, wide * width - k, 0, tall * height - rows))
-    return mask.view(tall, height, wide, width).any(3).any(1)
 
 
 def _of_elements(blocks: Tensor, fmt: Format, like: Tensor) -> Tensor:

@@ -22,11 +22,7 @@ from te_mx.formats.scaling import (
     scale_bytes,
     split_rule,
 )
-from te_mx.runtime.arguments import (
-    check_dense,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_dense, check_size, shown
 
 READ = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -248,6 +244,14 @@ def check_random(random: Tensor | None, rule: str, x: Tensor) -> None:
             f"random must have the shape and device of x, {tuple(x.shape)} on {x.device}, got "
             f"{tuple(random.shape)} on {random.device}"
         )
+
+
+def in_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """[rows, cols] as [blocks down, height, blocks across, width], with zeros behind both ends."""
+    (rows, cols), (height, width) = values.shape, block
+    tall, wide = -(-rows // height), -(-cols // width)
+    values = torch.nn.functional.pad(values, (0, wide * width - cols, 0, tall * height - rows))
+    return values.reshape(tall, height, wide, width)
 
 
 def _pad_last(values: Tensor, size: int) -> Tensor:

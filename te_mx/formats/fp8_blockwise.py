@@ -14,38 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from te_mx.formats.element import (
-    BIAS,
-    INF,
-    MAGNITUDE,
-    MANTISSA,
-    MANTISSA_BITS,
-    Element,
-    normalized,
-)
-from te_mx.formats.format import READ, Format, check_matrix, check_random, register
+from te_mx.formats.element import BIAS, INF, MAGNITUDE, MANTISSA, MANTISSA_BITS, Element, normalized
+from te_mx.formats.format import READ, Format, check_matrix, check_random, in_blocks, register
 from te_mx.formats.mxfp8 import E4M3, E5M2
 from te_mx.formats.scaling import Scaling, split_rule
 
 # "fnuz": no Inf and no negative zero, whose code is the only NaN.
-E4M3FNUZ = Element(
-    "e4m3fnuz",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=8,
-    max=240.0,
-    has_negative_zero=False,
-    torch_dtype=torch.float8_e4m3fnuz,
-)
-E5M2FNUZ = Element(
-    "e5m2fnuz",
-    exponent_bits=5,
-    mantissa_bits=2,
-    bias=16,
-    max=57344.0,
-    has_negative_zero=False,
-    torch_dtype=torch.float8_e5m2fnuz,
-)
+E4M3FNUZ = Element("e4m3fnuz", 4, 3, 8, 240.0, False, False, torch.float8_e4m3fnuz)
+E5M2FNUZ = Element("e5m2fnuz", 5, 2, 16, 57344.0, False, False, torch.float8_e5m2fnuz)
 BLOCKS = ((1, 128), (128, 1), (128, 128))
 RULES = ("pow2", "fp32")
 LARGEST_FACTOR = 2.0**126  # its inverse, the stored scale, is the smallest normal number
@@ -77,41 +53,25 @@ class BlockwiseFormat(Format):
     """
 
     def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
-
-        Args:
-            x: the matrix.
-            rule: "pow2" (scales are powers of two) or "fp32", with an epsilon as in "fp32:1e-12".
-            random: must be None; codes are rounded to nearest even.
-
-        Raises:
-            TypeError: x is no tensor of such a dtype.
-            ValueError: x is no matrix, the format does not know the rule, or random is given.
-        """
+        """As `Format.quantize`, with the rule "pow2" (scales are powers of two) or "fp32", with an
+        epsilon as in "fp32:1e-12"; random must be None: codes are rounded to nearest even."""
         check_matrix("x", x, *READ)
         self.check_rule(rule)
         check_random(random, rule, x)
         rows, k = x.shape
-        (height, width), (tall, wide) = self.scaling.block, self.scales_shape(rows, k)
-        bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)
-        bits = torch.nn.functional.pad(bits, (0, wide * width - k, 0, tall * height - rows))
-        bits = bits.reshape(tall, height, wide, width)
+        bits = in_blocks(x.detach().resolve_neg().float().view(torch.int32), self.scaling.block)
         amax = (bits & MAGNITUDE).amax((1, 3))  # NaN and Inf come out on top
         finite = amax < INF
         factors = scale_factors(torch.where(finite, amax, 0), self.element, rule)
         codes = _encode_scaled(self.element, bits, factors[:, None, :, None])
         codes.masked_fill_(~finite[:, None, :, None], self.element.nan_code or 0)
-        codes = codes.reshape(tall * height, wide * width)[:rows, :k].contiguous()
+        codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :k].contiguous()
         scales = torch.where(finite, torch.ones_like(factors) / factors, torch.nan)
         return codes, scales
 
     def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-        """Values [rows, k]: code * scale, exact in fp64, else rounded to fp32 and then to dtype.
-
-        Raises:
-            TypeError: an argument of the wrong type or dtype.
-            ValueError: codes and scales are not those of a matrix with k columns.
-        """
+        """As `Format.dequantize`: code * scale, exact in fp64, else rounded to fp32 and then to
+        dtype."""
         k = self.check_parts(codes, scales, k, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         of_rows = scales.to(wide).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]

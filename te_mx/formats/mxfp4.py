@@ -7,12 +7,7 @@ from te_mx.formats.format import Format, register
 from te_mx.formats.scaling import Scaling
 
 E2M1 = Element(
-    "e2m1",
-    exponent_bits=2,
-    mantissa_bits=1,
-    bias=1,
-    max=6.0,
-    torch_dtype=torch.float4_e2m1fn_x2,
+    "e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0, torch_dtype=torch.float4_e2m1fn_x2
 )
 
 mxfp4 = register(Format("mxfp4", E2M1, Scaling()))

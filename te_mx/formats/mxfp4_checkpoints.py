@@ -36,11 +36,7 @@ from torch import Tensor
 
 from te_mx.formats import packing
 from te_mx.formats.scaling import NAN_SCALE
-from te_mx.runtime.arguments import (
-    check_dense,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_dense, check_size, shown
 
 _K = 32  # elements of a block
 _BYTES = _K // 2

@@ -10,27 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from te_mx._ops import Stack, dequantize_2d
-from te_mx._ops.grouped_quantize import quantize_weights
-from te_mx.autograd.grouped import (
-    GroupedCall,
-    KeptWeights,
-    grouped_linear,
-    grouped_on_codes,
-    kept_weights,
-)
-from te_mx.autograd.linear_recipe import GEMMS, at_rest
-from te_mx.autograd.node import tag_of
-from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.formats import Format
 from te_mx.fusion.class_swap import LayerInPlace
 from te_mx.recipes.settings import Settings
-from te_mx.weights import missing, weight_only
+from te_mx.weights import missing
+from te_mx.weights.grouped import OfGroups
 from te_mx.weights.ranks import (
     above,
     here,
@@ -43,10 +31,11 @@ Adapter = Callable[[Tensor, Tensor], Tensor]
 Watched = Callable[[Tensor, Tensor, str, Tensor | None], Tensor]
 
 
-class ExpertsModule(LayerInPlace):
+class ExpertsModule(OfGroups, LayerInPlace):
     """Mixin before the class of an experts module. A key names a parameter [E, out, in], or
     [E, in, out] under `_transposed`."""
 
+    _reads_held = False
     _gate: Activation | None = None  # in the place of the class's own, by convert_model(fuse=True)
     _adapters: Mapping[str, Adapter] | None = None  # of this forward, by key
     _watched: Watched | None = None  # computes the products while te_mx.inspect looks on
@@ -78,15 +67,14 @@ class ExpertsModule(LayerInPlace):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """nn.Module's; and outlines of weights of which only codes are left, for peft alone."""
         yield from super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
-        if not recurse and self._is_dropped() and missing.is_asked_for_targets():
-            for key in self._weight_keys:
-                yield key, nn.Parameter(self._outline(key), requires_grad=False)
+        if not recurse and missing.is_asked_for_targets():
+            for key, codes in self._source.codes(self):
+                yield key, nn.Parameter(self._outline(key, codes), requires_grad=False)
 
-    def _outline(self, key: str) -> Tensor:
+    def _outline(self, key: str, codes: Tensor) -> Tensor:
         """A tensor of the shape, dtype and device of a parameter of which only codes are left."""
-        assert self._frozen is not None
-        codes, shape = self._codes(key)[0], self._frozen.shapes[key]
-        made = codes.new_zeros((), dtype=self._frozen.dtypes[key]).expand(shape)
+        dtype, shape = self._source.dtype(self, key), self._shape_of(key)
+        made = codes.new_zeros((), dtype=dtype).expand(shape)
         return made.transpose(-2, -1) if self._transposed else made
 
     # --------------------------------------------------------------------------- running a forward
@@ -129,30 +117,14 @@ class ExpertsModule(LayerInPlace):
         self._check_kind(x_RK)
         if bias_EN is not None:
             self._check_parameter(f"{key}_bias", bias_EN, (experts, rows), x_RK.device)
-        tag = tag_of(self._tag_now(), len(GEMMS) * self._weight_keys.index(key))
-        call = GroupedCall(0, settings, output_dtype(x_RK), bias_EN is not None, tag=tag)
-        if self._is_dropped():
-            self._refuse_given()
-            self._check_codes((key,), x_RK.device)
-            row = self._dropped_operand(key)
-            if self._is_weight_only():
-                y = weight_only.grouped(x_RK, Groups(offs), row, bias_EN, call.out_dtype, tag)
-            else:
-                y = grouped_on_codes(x_RK, offs, row, bias_EN, call)
-            if self._adapters is None or key not in self._adapters:
-                return y
-            return (y + self._adapters[key](x_RK, offs)).to(y.dtype)
-        weight = self._stack(key)
-        self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
-        if is_gathered(weight):
-            kept, settings = above.gathered(self, settings)
-            call = call._replace(settings=settings, kept=kept[key])
-        elif self._frozen is not None:
-            need_dx = torch.is_grad_enabled() and x_RK.requires_grad
-            kept = self._kept_weight(key, None, settings, x_RK.device, need_dx)
-            call = call._replace(kept=kept)
-        held = (weight,) if bias_EN is None else (weight, bias_EN)
-        return grouped_linear(x_RK, offs, held, call)
+        held_now: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        weight = None if held_now.get(key, self) is None else self._stack(key)
+        source = above.distributed.codes_of(self, settings) if is_gathered(weight) else self._source
+        source.check(self, key, weight, (experts, rows, k), x_RK.device)
+        held: Any = (weight,), () if bias_EN is None else (bias_EN,)
+        y = source.grouped(self, key, x_RK, Groups(offs), held, settings, None)
+        adapters = self._adapters or {}
+        return (y + adapters[key](x_RK, offs)).to(y.dtype) if key in adapters else y
 
     # ---------------------------------------------------------- weights that stand still, all keys
     def _whole(self, key: str) -> Tensor:
@@ -161,22 +133,6 @@ class ExpertsModule(LayerInPlace):
     def _each_of(self, key: str) -> list[Tensor]:
         return list(here(self._stack(key)).detach().unbind(0))
 
-    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
-        return kept_weights(self._each_of(key), settings, need_dx)
-
-    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        row, _ = quantize_weights(
-            self._each_of(key), at_rest(settings.w), rule=settings.weight_rule
-        )
-        return row.codes, row.scales
-
-    def _dropped_operand(self, key: str) -> Stack:
-        codes, scales = self._codes(key)
-        assert self._frozen is not None
-        experts, rows, k = self._frozen.shapes[key]
-        return Stack(codes, scales, at_rest(self._frozen.settings.w), experts, rows, k)
-
-    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        stack = self._dropped_operand(key)
-        made = torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
+    def _masters(self, key: str) -> dict[str, Tensor]:
+        made = self._source.values(self, key)
         return {key: made.transpose(-2, -1).contiguous() if self._transposed else made}

@@ -53,7 +53,7 @@ class FusedBlock(Reclassed):
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
         if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
-            made, self.__dict__[RAN] = above.block(self, args[0])
+            made, self.__dict__[RAN] = above.distributed.run_block(self, args[0])
             return super().forward(*args) if made is None else made  # type: ignore[misc]
         if len(args) == 1 and not kwargs and (made := self._few_rows(args[0])) is not None:
             self.__dict__[RAN] = FEW_ROWS
@@ -71,7 +71,7 @@ class FusedBlock(Reclassed):
     def _few_rows(self, x: Any) -> Tensor | None:
         """The block on few rows, where all its layers are frozen; None where it is not."""
         last: Any = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
-        if is_tracing() or type(last) is not Linear or last._frozen is None or why_not_given(x):
+        if is_tracing() or type(last) is not Linear or why_not_given(x) or not last._source.decodes:
             return None
         layers, settings, reason = self.layers_of_step(why_not_single)
         if settings is None or reason:
@@ -117,16 +117,18 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
     if first[0]._routed() or last._routed():
         weights = [weight for weight, _ in held]
         sinks = (
-            first[0]._sink(weights, None, None) if first[0]._routed() else None,
-            last._sink([w2], None, None) if last._routed() else None,
+            first[0]._source.grad_target(first[0], weights, None) if first[0]._routed() else None,
+            last._source.grad_target(last, [w2], None) if last._routed() else None,
         )
     tags = tuple([layer._tag_now() for layer in layers])
     save_x = any(layer.save_original_input for layer in first)
     codes: tuple[Any, ...] = ()
     if is_gathered(w2):
-        found = [above.gathered(layer, settings) for layer in layers]
-        codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
-    lent: Any = tuple([layer._lent for layer in layers])
+        found = [(layer, above.distributed.codes_of(layer, settings)) for layer in layers]
+        how = "weight", settings, None, x.device, False
+        codes = tuple([source.operands(layer, *how) for layer, source in found])
+        settings = codes[0].settings
+    lent: Any = tuple([layer._source.lent for layer in layers])
     if None in lent:
         lent = ()
     else:

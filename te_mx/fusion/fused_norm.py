@@ -28,7 +28,6 @@ from te_mx.nn.guards import (
     why_not_given,
 )
 from te_mx.nn.linear import Linear
-from te_mx.weights import frozen
 
 ATTRIBUTE = "_te_mx_norm"
 READ = "_te_mx_norm_read"  # whether codes that it made were read, once that is known
@@ -97,14 +96,14 @@ class FusedNorm(Reclassed):
     def _read_as_values(self, x: Any) -> bool:
         """Whether the layer that reads the result is frozen and quantizes few rows by itself."""
         reader: Any = self.__dict__[ATTRIBUTE].reader
-        if reader._frozen is None or reader._is_weight_only() or not reader._is_few(x):
+        if not reader._source.decodes_now(reader, x):
             return False
         settings, tensors = reader._settings(), (x, *self._values())
         if settings is None or output_dtype(x) != x.dtype:
             return False
         if needs_gradient(*tensors):
             return False
-        return frozen.ready_of(reader, x, settings) is not None
+        return reader._source.ready(reader, x, settings) is not None
 
     def _values(self) -> tuple[Any, Any]:
         parameters: Any = self._parameters  # type: ignore[attr-defined]

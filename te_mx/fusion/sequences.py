@@ -106,8 +106,8 @@ def unfuse(model: nn.Module) -> list[Fusion]:
             if layers is None:
                 found.append(Fusion(fqn, "", kind, "it was built as such: no layers to go back to"))
                 continue
-            if module._frozen is not None:
-                reason = "frozen: call te_mx.unfreeze_weights first"
+            if state := module._source.standing:
+                reason = f"{state}: call te_mx.unfreeze_weights first"
                 found.append(Fusion(fqn, _shape(layers), kind, reason))
                 continue
             names = list(sequence._modules)

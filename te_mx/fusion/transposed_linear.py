@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx.autograd import node
-from te_mx.autograd.linear import (
-    Call,
-    linear,
-    linear_on_codes,
-)
-from te_mx.context.region import output_dtype
 from te_mx.fusion.class_swap import LayerInPlace
-from te_mx.weights import weight_only
 
 
 class TransposedLinear(LayerInPlace):
     """Mixin before the class of a layer ``y = x @ weight + bias``. The products read a view of the
     weight, so no second copy is kept."""
+
+    _reads_held = False
 
     def _sizes(self) -> tuple[int, int]:
         """(in, out)."""
@@ -41,27 +35,15 @@ class TransposedLinear(LayerInPlace):
         (bias,) = self._held("bias")
         if bias is not None:
             self._check_parameter("bias", bias, (out_features,), x.device)
-        if self._is_dropped():
-            self._refuse_given()
-            self._check_codes(self._weight_keys, x.device)
-            row = self._dropped_operand("weight")
-            if self._is_weight_only():
-                return weight_only.linear(x, row, bias, output_dtype(x), self._tag_now())
-            call = Call(settings, output_dtype(x), self._tag_now())
-            return linear_on_codes(x, row, bias, call)
         (weight,) = self._held("weight")
-        self._check_parameter("weight", weight, (in_features, out_features), x.device)
-        kept = None
-        if self._frozen is not None:
-            need_dx = torch.is_grad_enabled() and x.requires_grad
-            kept = self._kept_weight("weight", None, settings, x.device, need_dx)
-        call = Call(settings, output_dtype(x), self._tag_now(), kept)
-        return linear(x, weight.t(), bias, call)
+        self._source.check(self, "weight", weight, (in_features, out_features), x.device)
+        turned = None if weight is None else weight.t()
+        return self._source.linear(self, x, turned, bias, settings, None)
 
     # --------------------------------------------------------------------- weights that stand still
     def _whole(self, key: str) -> Tensor:
         return getattr(self, key).t()
 
-    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        made = super()._masters(key, dtype)
+    def _masters(self, key: str) -> dict[str, Tensor]:
+        made = super()._masters(key)
         return {name: value.t().contiguous() for name, value in made.items()}

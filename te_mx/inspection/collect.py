@@ -16,12 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from te_mx.autograd.linear_recipe import (
-    DGRAD,
-    FPROP,
-    GEMMS,
-    WGRAD,
-)
+from te_mx.autograd.linear_recipe import DGRAD, FPROP, GEMMS, WGRAD
 from te_mx.formats import Format
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.inspection.layers import Layer
@@ -179,14 +174,10 @@ class Watch(TorchFunctionMode):
         with torch.no_grad():
             for gemm, rows in ((rowwise, matrix), (columnwise, matrix.t())):
                 if gemm == FPROP or self._gradients:
-                    self._add((step, role, GEMMS[gemm]), rows)
-
-    def _add(self, key: Key, matrix: Tensor) -> None:
-        made = measure(matrix, *self._how)
-        known = self.sums.setdefault(key, made)
-        if known is not made:
-            for total, more in zip(known, made, strict=True):
-                total.add(more)
+                    made = measure(rows, *self._how)
+                    known = self.sums.setdefault((step, role, GEMMS[gemm]), made)
+                    for total, more in zip(known, made, strict=True) if known is not made else ():
+                        total.add(more)
 
 
 def _on_host(splits: Any) -> Any:

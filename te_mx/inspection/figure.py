@@ -6,6 +6,7 @@ matplotlib is imported here only, and without pyplot: no window, no state of the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,13 +93,15 @@ def _colour_bar(figure: Any, image: Any, width: float, height: float) -> None:
 # --------------------------------------------------------------------------------------------- maps
 def _map(axes: Any, report: Readings, role: str, first: bool, named: bool) -> Any:
     """Layers down, formats across."""
+    from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
     layers, fmts = report.layers, report.formats
     cells = [[report.lower(layer, role, fmt) for fmt in fmts] for layer in layers]
     values = [[_value(cell) for cell in row] for row in cells]
+    colours = colormaps["viridis"].with_extremes(bad=MISSING)
     image = axes.imshow(
-        values, aspect="auto", interpolation="nearest", vmin=LOW, vmax=HIGH, cmap=_colours()
+        values, aspect="auto", interpolation="nearest", vmin=LOW, vmax=HIGH, cmap=colours
     )
     for j in range(len(fmts)):
         column = [(v, i) for i, row in enumerate(values) if not math.isnan(v := row[j])]
@@ -146,60 +149,55 @@ def _worth_a_name(values: list[list[float]]) -> list[int]:
     return sorted(lowest | regular)
 
 
-def _colours() -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"].with_extremes(bad=MISSING)
-
-
 # --------------------------------------------------------------------------------------------- bars
 def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
     """What becomes of elements, one bar a format, over all layers."""
-    fmts = report.formats
-    for y, fmt in enumerate(fmts):
+
+    def shares(fmt: str) -> list[float]:
         own = [r for r in report if r.role == role and r.format == fmt]
-        left = 0.0
-        for name, colour in SHARES.items():
-            share = 100 * mean_share(own, name)
-            axes.barh(y, share, left=left, color=colour, height=0.7, label=name if not y else None)
-            left += share
-        axes.text(left + 0.8, y, percent(left / 100), va="center", fontsize=6, color=FAINT)
-    _bars(axes, fmts, first, "% of elements")
-    axes.set_xlim(0, 100)
-    if first:
-        _legend(axes, len(fmts))
+        return [mean_share(own, name) for name in SHARES]
+
+    fmts = report.formats
+    totals = _bars(axes, fmts, first, "% of elements", tuple(SHARES.items()), shares)
+    for y, total in enumerate(totals):
+        axes.text(total + 0.8, y, percent(total / 100), va="center", fontsize=6, color=FAINT)
 
 
 def _tiles(axes: Any, report: Readings, role: str, fmts: list[str], first: bool) -> None:
     """The classes of Hopper's tiles, one bar a format."""
+
+    def shares(fmt: str) -> list[float]:
+        return mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
+
     names = aligning(report.about.alignment_spread).class_names
+    _bars(axes, fmts, first, "% of Hopper's tiles", tuple(zip(names, TILES, strict=True)), shares)
+
+
+def _bars(
+    axes: Any, fmts: list[str], first: bool, title: str, parts: tuple[tuple[str, str], ...],
+    shares: Callable[[str], list[float]],
+) -> list[float]:  # fmt: skip
+    """A bar for each format, of parts (name, colour) that have its shares; where each bar ends."""
+    ends = []
     for y, fmt in enumerate(fmts):
-        made = mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
         left = 0.0
-        for share, colour, name in zip(made, TILES, names, strict=True):
-            axes.barh(y, 100 * share, left=left, color=colour, height=0.7,
-                      label=name if not y else None)  # fmt: skip
+        for (name, colour), share in zip(parts, shares(fmt), strict=True):
+            label = None if y else name
+            axes.barh(y, 100 * share, left=left, color=colour, height=0.7, label=label)
             left += 100 * share
-    _bars(axes, fmts, first, "% of Hopper's tiles")
-    axes.set_xlim(0, 100)
-    if first:
-        _legend(axes, len(fmts))
-
-
-def _legend(axes: Any, bars: int) -> None:
-    """Below the numbers of the axis, whatever the height of the bars."""
-    axes.legend(
-        fontsize=6, frameon=False, ncols=4, handlelength=1, loc="upper left",
-        bbox_to_anchor=(0, -0.75 / (bars + 0.5)), borderaxespad=0,
-    )  # fmt: skip
-
-
-def _bars(axes: Any, fmts: list[str], first: bool, title: str) -> None:
+        ends.append(left)
     axes.set_yticks(range(len(fmts)), fmts if first else [""] * len(fmts), fontsize=6.5)
     axes.invert_yaxis()
     axes.set_title(title, fontsize=7, color=FAINT, loc="left", pad=3)
     axes.tick_params(axis="x", labelsize=6)
+    axes.set_xlim(0, 100)
     _plain(axes)
+    if first:  # below the numbers of the axis, whatever the height of the bars
+        axes.legend(
+            fontsize=6, frameon=False, ncols=4, handlelength=1, loc="upper left",
+            bbox_to_anchor=(0, -0.75 / (len(fmts) + 0.5)), borderaxespad=0,
+        )  # fmt: skip
+    return ends
 
 
 def _plain(axes: Any) -> None:

@@ -19,12 +19,7 @@ from te_mx.inspection.layers import Layer, layers_of, untouched
 from te_mx.inspection.readings import About, readings_of
 from te_mx.inspection.report import InspectionReport
 from te_mx.recipe import MAX_SPREAD
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, check_size, shown
 
 # One of each width and family, and E5M2 for gradients: a table that can be read.
 USUAL = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"
@@ -145,19 +140,15 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         if fmt.transform is not None:
             raise ValueError(f"inspect: formats must be among {known}, got {shown(name)}")
         has = fmt.scaling
-        if rule is not None and not has.knows(rule) and not (usual and _is_known(rule)):
+        every = map(all_formats.get, all_formats.names())
+        elsewhere = usual and any(one.scaling.knows(rule) for one in every)
+        if rule is not None and not has.knows(rule) and not elsewhere:
             raise ValueError(
                 f"inspect: scale_rule must be one of {has.shown_rules} for {fmt}, got {shown(rule)}"
             )
         wanted = rule or "rceil"
         rules[fmt] = wanted if has.knows(wanted) else has.rules[0]
     return rules
-
-
-def _is_known(rule: Any) -> bool:
-    """Whether some format has a rule."""
-    names = all_formats.names()
-    return any(all_formats.get(name).scaling.knows(rule) for name in names)
 
 
 def _no_layers(model: nn.Module, skipped: dict[str, str], filtered: bool) -> str:
@@ -177,7 +168,11 @@ def _run(
 ) -> tuple[float | None, str]:
     """Run the model and, for gradients, backward. Returns the loss and what it is."""
     with (
-        untouched(model), torch.inference_mode(False), _uncompiled(),
+        untouched(model), torch.inference_mode(False),
+        # What was compiled runs as it is written: the products inside of a graph cannot be read.
+        # Importing _dynamo for that takes seconds.
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules
+        else nullcontext(),
         torch.set_grad_enabled(gradients), watch,
     ):  # fmt: skip
         if isinstance(batch, Mapping):
@@ -194,13 +189,6 @@ def _run(
             )
         watch.gradients_of(loss)
     return float(loss.detach()), origin
-
-
-def _uncompiled() -> Any:
-    """What was compiled runs as it is written: the products inside of a graph cannot be read."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _loss(output: Any, loss_fn: Any) -> tuple[Tensor, str]:

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from te_mx.api.memory import is_layer
-from te_mx.context.region import (
-    Region,
-    active_region,
-    entered_again,
-)
+from te_mx.context.region import Region, active_region, entered_again
 from te_mx.fusion.transposed_linear import TransposedLinear
 from te_mx.nn.base import MXModule
 from te_mx.nn.checks import FLOATS
@@ -78,11 +74,12 @@ def layers_of(
 
 
 def _why_not(module: nn.Module, name: str) -> str:
-    if isinstance(module, MXModule) and module._is_dropped():
-        raise RuntimeError(
+    if isinstance(module, MXModule):
+        module._source.needs_values(
+            RuntimeError,
             f"inspect: the layer {name!r} of model holds codes and no high-precision weight; call "
             "te_mx.unfreeze_weights(model, dequantize=True) first, or inspect before weights are "
-            "frozen"
+            "frozen",
         )
     for key, value in module.named_parameters(recurse=False):
         if is_lazy(value) or value.is_meta:

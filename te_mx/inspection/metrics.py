@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import Format
+from te_mx.formats.format import in_blocks
 from te_mx.layouts import aligning
 
 STRIPE = 128  # rows that are quantized together at least: those of a tile of every packed layout
@@ -157,11 +158,7 @@ def _measure(
 
 def _exponents(scales: Tensor, used: Tensor, fmt: Format) -> Counter[int]:
     """Exponents of the scales of blocks with a code that is not zero."""
-    height, width = fmt.scaling.block
-    rows, blocks = scales.shape
-    missing = blocks * width - used.shape[1], rows * height - used.shape[0]
-    whole = torch.nn.functional.pad(used, (0, missing[0], 0, missing[1]))
-    inside = whole.view(rows, height, blocks, width).any(3).any(1)
+    inside = in_blocks(used, fmt.scaling.block).any(3).any(1)
     if fmt.scaling.scale == "e8m0":
         exponents = scales.int() - 127
     else:

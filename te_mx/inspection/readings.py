@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from te_mx import formats
@@ -12,11 +13,7 @@ from te_mx.conversion.matrices import Matrix
 from te_mx.formats import Format
 from te_mx.inspection.layers import Layer
 from te_mx.inspection.metrics import Sums
-from te_mx.runtime.arguments import (
-    check_size,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_one_of, check_size, shown
 
 ROLES = ("x", "w", "g")
 EXACT, ZERO, BAD = "exact", "all zero", "not finite"  # notes of readings
@@ -156,12 +153,9 @@ class Readings:
         """
         n = check_size("n", n)
         if fmt is not None:
-            name = formats.get(fmt).name
-            if name not in self.about.rules:
-                raise ValueError(f"fmt must be one of {', '.join(self.formats)}, got {shown(fmt)}")
-            fmt = name
-        if not is_one_of(role, (*ROLES, None)):
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {shown(role)}")
+            fmt = formats.get(fmt).name
+            check_one_of("fmt", fmt, self.formats)
+        check_one_of("role", role, (*ROLES, None))
         asked = [
             r
             for r in self.readings
@@ -174,13 +168,11 @@ class Readings:
         found = self._index.get((layer, role, fmt), ())
         return min(found, key=sqnr_of, default=None)
 
-    @property
+    @cached_property
     def _index(self) -> dict[tuple[str, str, str], list[Reading]]:
-        made: dict[tuple[str, str, str], list[Reading]] | None = self.__dict__.get("_found")
-        if made is None:
-            made = self.__dict__["_found"] = {}
-            for r in self.readings:
-                made.setdefault((r.layer, r.role, r.format), []).append(r)
+        made: dict[tuple[str, str, str], list[Reading]] = {}
+        for r in self.readings:
+            made.setdefault((r.layer, r.role, r.format), []).append(r)
         return made
 
 

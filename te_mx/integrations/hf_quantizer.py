@@ -45,9 +45,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.conversion.layers import protected_in
-from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
 from te_mx.integrations.checkpoint_plan import Plan, plan_of
-from te_mx.integrations.checkpoint_scales import Scales, refuse_casts
+from te_mx.integrations.checkpoint_tensors import Scales, put_placeholders, refuse_casts, take
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning
 from te_mx.weights.missing import claim
@@ -267,18 +266,16 @@ def _config_class(method: str, before: Any) -> Any:
                     f"te_mx reads no {method} checkpoint with such a quantization_config ({found}),"
                     f" and Transformers has no {method}: {fields}"
                 )
-            _say_what_is_left(method, found)
+            line = (
+                f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: "
+                f"{found}"
+            )
+            if line not in _said:
+                _said.add(line)
+                warnings.warn(line, ConversionWarning, stacklevel=3)
             return before.from_dict(fields, **kwargs)
 
     return Chosen
-
-
-def _say_what_is_left(method: str, why: str) -> None:
-    """Once for each reason."""
-    line = f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: {why}"
-    if line not in _said:
-        _said.add(line)
-        warnings.warn(line, ConversionWarning, stacklevel=4)
 
 
 def _quantizer_of(before: Any) -> Callable[..., Any]:

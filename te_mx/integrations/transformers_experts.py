@@ -65,11 +65,7 @@ class TransformersExperts(ExpertsModule):
 
 
 def run_experts(
-    module: Any,
-    product: Product,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    module: Any, product: Product, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts of a module, their products by `product`. Numbers outside of the module's experts
     are no expert's, as those of other ranks under expert parallelism: they add nothing and get no

@@ -10,15 +10,6 @@ from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
 from te_mx.layouts.registry import Spec, aligning, get, names, register, register_family, spec_of
 
 __all__ = [
-    "COLS",
-    "GROUPED_COLS",
-    "ROWS",
-    "Layout",
-    "Spec",
-    "aligning",
-    "get",
-    "names",
-    "register",
-    "register_family",
-    "spec_of",
-]
+    "COLS", "GROUPED_COLS", "ROWS", "Layout", "Spec", "aligning", "get", "names", "register",
+    "register_family", "spec_of",
+]  # fmt: skip

@@ -36,15 +36,7 @@ class IsMatrix(HasParts, Protocol):
     def k(self) -> int: ...
 
 
-class IsStack(IsMatrix, Protocol):
-    """A Stack."""
-
-    @property
-    def groups(self) -> int: ...
-
-
 Matrix = TypeVar("Matrix", bound=IsMatrix)
-Matrices = TypeVar("Matrices", bound=IsStack)
 
 
 class Layout:
@@ -77,11 +69,11 @@ class Layout:
 
     def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
         """Room for codes and scales, uninitialized."""
-        codes, scales = self.shapes(fmt, rows, k)
-        return (
-            torch.empty(codes, dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
-        )
+        return self._room(fmt, self.shapes(fmt, rows, k), device)
+
+    def _room(self, fmt: Format, shapes: tuple[Shape, Shape], device: torch.device) -> Parts:
+        codes = torch.empty(shapes[0], dtype=torch.uint8, device=device)
+        return codes, torch.empty(shapes[1], dtype=self.scales_dtype(fmt), device=device)
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """Codes and scales that lie by rows (layout "rows"), in this layout."""
@@ -116,11 +108,7 @@ class Layout:
         self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
     ) -> Parts:
         """Room for them, uninitialized."""
-        codes, scales = self.grouped_shapes(fmt, rows, k, groups)
-        return (
-            torch.empty(codes, dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
-        )
+        return self._room(fmt, self.grouped_shapes(fmt, rows, k, groups), device)
 
     def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
         """Of packed tokens: put group number `group`, start to end, in layout `alone`, where it
@@ -147,8 +135,8 @@ class Layout:
         shapes = self.grouped_shapes(fmt, rows, k, groups)
         return self._checked(operand, fmt, name, shapes, (rows, k))
 
-    def checked_stack(self, stack: Matrices, fmt: Format, name: str) -> Matrices:
-        """The same of the operands of all groups."""
+    def checked_stack(self, stack: Any, fmt: Format, name: str) -> Any:
+        """The same of a Stack, the operands of all groups."""
         one = self.shapes(fmt, stack.rows, stack.k)
         shapes = (stack.groups, *one[0]), (stack.groups, *one[1])
         return self._checked(stack, fmt, name, shapes, (stack.groups, stack.rows, stack.k))

@@ -11,10 +11,6 @@ from te_mx.moe.experts import ACTIVATIONS, fused_experts
 from te_mx.moe.gemm import grouped_gemm
 
 __all__ = [
-    "ACTIVATIONS",
-    "AlignedBlocks",
-    "align_block_size",
-    "batched_align_block_size",
-    "fused_experts",
-    "grouped_gemm",
-]
+    "ACTIVATIONS", "AlignedBlocks", "align_block_size", "batched_align_block_size",
+    "fused_experts", "grouped_gemm",
+]  # fmt: skip

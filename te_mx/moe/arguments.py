@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, Stack, quantize_2d
-from te_mx.api.grouped import stack_of, tokens_of
+from te_mx.api.grouped import tokens_of
 from te_mx.api.groups import check_floats
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd import node
 from te_mx.dispatch.groups import INDEX_DTYPES, readable
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.arguments import check_memory, shown
+from te_mx.runtime.arguments import check_memory, check_place, shown
 
 _FEW = 1024
 
@@ -28,17 +28,11 @@ def check_ids(name: str, value: Any, device: torch.device, shape: str = "a vecto
     dims = 1 if shape == "a vector" else 2
     if value.dim() != dims:
         raise ValueError(f"{name} must be {shape}, got {tuple(value.shape)}")
-    check_device(name, value, device)
+    check_place(name, value, device, "the weights")
     value = value.resolve_neg()
     if value.dtype is torch.int64:  # what int32 does not hold stays out of every range
         value = value.clamp(-(1 << 31), (1 << 31) - 1)
     return value.to(torch.int32)
-
-
-def check_device(name: str, value: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless a tensor is where the weights are."""
-    if value.device != device:
-        raise ValueError(f"{name} is on {value.device}, the weights are on {device}; move one")
 
 
 def check_range(name: str, ids: Tensor, least: int, end: int, remedy: str) -> None:
@@ -61,11 +55,6 @@ def refuse_transforms(owner: str, *tensors: Tensor | None) -> None:
         node.refuse(f"te_mx.moe.{owner}", tensors, node.FUNCTION, grad=True)
 
 
-def weights_of(owner: str, name: str, weight: Any) -> Stack:
-    """Weights of all experts as ops take them, without gradients."""
-    return stack_of(weight, owner, name)
-
-
 def quantized_rows(x: Tensor, settings: Settings) -> Operand:
     """A matrix of tokens in the recipe's format of inputs."""
     made = quantize_2d(x.detach(), f"{settings.x}@rows", rule=settings.scale_rule).row
@@ -79,15 +68,14 @@ def rows_of(name: str, a: Any, k: int, device: torch.device, settings: Settings)
         check_floats(name, a)
     if len(a.shape) != 2 or a.shape[1] != k:
         raise ValueError(f"{name} must be [M, {k}] for these weights, got {tuple(a.shape)}")
-    if a.device != device:
-        raise ValueError(f"{name} is on {a.device}, the weights are on {device}; move one")
+    check_place(name, a, device, "the weights")
     return tokens_of(a, name) if isinstance(a, MXTensor) else quantized_rows(a, settings)
 
 
 def routing_weights(name: str, value: Any, routed: int, device: torch.device) -> Tensor:
     """Routing weights as fp32 [routed]."""
     check_floats(name, value)
-    check_device(name, value, device)
+    check_place(name, value, device, "the weights")
     if value.numel() != routed:
         raise ValueError(
             f"{name} must hold a number for each of {routed} routed rows, got {tuple(value.shape)}"
@@ -100,7 +88,7 @@ def expert_bias(name: str, value: Any, weight: Stack) -> Tensor | None:
     if value is None:
         return None
     check_floats(name, value)
-    check_device(name, value, weight.codes.device)
+    check_place(name, value, weight.codes.device, "the weights")
     if value.shape != (weight.groups, weight.rows):
         raise ValueError(
             f"{name} must be [{weight.groups}, {weight.rows}], got {tuple(value.shape)}"

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Mode, Operand, Stack
+from te_mx._ops import Operand, Stack
 from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.moe import moe_gemm
 from te_mx._ops.moe_align import moe_align
+from te_mx.api.grouped import stack_of
 from te_mx.api.groups import check_floats, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
@@ -20,21 +21,15 @@ from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.moe.alignment import check_map
 from te_mx.moe.arguments import (
-    check_device,
     check_ids,
     check_range,
     expert_bias,
     quantized_rows,
     refuse_transforms,
     routing_weights,
-    weights_of,
 )
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.arguments import (
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_one_of, check_place, shown
 
 OWNER = "fused_experts"
 # f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.
@@ -94,11 +89,8 @@ def fused_experts(
     """
     settings = settings_of(recipe, forward=False)
     check_flag(f"{OWNER}: interleaved", interleaved)
-    if not is_one_of(activation, ACTIVATIONS) or activation is None:
-        raise ValueError(
-            f"{OWNER}: activation must be one of {', '.join(ACTIVATIONS)}, got {shown(activation)}"
-        )
-    first, second = weights_of(OWNER, "w13", w13), weights_of(OWNER, "w2", w2)
+    check_one_of(f"{OWNER}: activation", activation, ACTIVATIONS)
+    first, second = stack_of(w13, OWNER, "w13"), stack_of(w2, OWNER, "w2")
     _check_weights(x, first, second)
     ids, local = _ids(topk_ids, expert_map, first, x.shape[0])
     if local is None:
@@ -113,7 +105,8 @@ def fused_experts(
     h = x.new_empty((routed, first.rows))
     moe_gemm(RoutedGemm(quantized_rows(x, settings), first, routing, bias[0], None, h, mode))
     middle = _activated(h, ACTIVATIONS[activation], interleaved, settings)
-    y = _second(middle, second, routing._replace(a_div=1), bias[1], scores, mode)
+    y = scores.new_zeros((routed, second.rows))  # which slots of no expert here keep
+    moe_gemm(RoutedGemm(middle, second, routing._replace(a_div=1), bias[1], scores, y, mode))
     return y.view(-1, top_k, second.rows).sum(1).to(x.dtype)
 
 
@@ -125,15 +118,6 @@ def _activated(h: Tensor, act: Activation, interleaved: bool, settings: Settings
     made = act_quantize_2d(ActStep(h, None, act, h.dtype, False, target)).quantized.row
     assert made is not None
     return made
-
-
-def _second(
-    lhs: Operand, rhs: Stack, routing: Routing, bias: Tensor | None, scores: Tensor, mode: Mode
-) -> Tensor:
-    """Products with w2 times scores, fp32 [routed, H2]; zeros for slots of no expert here."""
-    y = scores.new_zeros((lhs.rows, rhs.rows))
-    moe_gemm(RoutedGemm(lhs, rhs, routing, bias, scores, y, mode))
-    return y
 
 
 def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
@@ -160,8 +144,8 @@ def _check_weights(x: Any, first: Stack, second: Stack) -> None:
     check_floats(f"{OWNER}: x", x)
     if x.dim() != 2 or x.shape[1] != first.k:
         raise ValueError(f"{OWNER}: x must be [M, {first.k}] as w13 says, got {tuple(x.shape)}")
-    check_device(f"{OWNER}: x", x, first.codes.device)
-    check_device(f"{OWNER}: w2", second.codes, first.codes.device)
+    check_place(f"{OWNER}: x", x, first.codes.device, "w13")
+    check_place(f"{OWNER}: w2", second.codes, first.codes.device, "w13")
     experts, width = first.groups, 2 * second.k
     if second.groups != experts or first.rows != width:
         raise ValueError(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from te_mx._ops.moe import check_routed, moe_gemm
 from te_mx.api.blas import check_dtype
-from te_mx.api.groups import settings_of
+from te_mx.api.grouped import stack_of
+from te_mx.api.groups import check_out, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.groups import readable
@@ -21,15 +22,12 @@ from te_mx.moe.arguments import (
     refuse_transforms,
     routing_weights,
     rows_of,
-    weights_of,
 )
 from te_mx.runtime.arguments import (
-    check_address,
     check_flag,
     check_size,
     check_written,
     parts_of,
-    shown,
 )
 
 OWNER = "moe.grouped_gemm"
@@ -94,7 +92,7 @@ def grouped_gemm(
     top_k = check_size(f"{OWNER}: top_k", top_k, 1)
     a_div = top_k if a_div is None else check_size(f"{OWNER}: a_div", a_div, 1)
     block_m = check_size(f"{OWNER}: block_m", block_m, 1)
-    rhs = weights_of(OWNER, "w", w)
+    rhs = stack_of(w, OWNER, "w")
     device = rhs.codes.device
     if isinstance(a, Tensor):
         refuse_transforms("grouped_gemm", a, mul_weight_by, bias, out)
@@ -111,8 +109,13 @@ def grouped_gemm(
     if mul_weight_by is not None:
         weights = routing_weights(f"{OWNER}: mul_weight_by", mul_weight_by, routed, device)
     biases = expert_bias(f"{OWNER}: bias", bias, rhs)
-    made = _out(out, out_dtype, (routed, rhs.rows), device)
-    if out is not None:
+    if out_dtype is not None:
+        check_dtype(out_dtype, f"{OWNER}: out_dtype")
+    check_out(OWNER, out, out_dtype, (routed, rhs.rows), rhs.codes, False, "the weights")
+    if out is None:
+        made = torch.zeros((routed, rhs.rows), dtype=out_dtype or torch.bfloat16, device=device)
+    else:
+        made = out
         read = (
             *parts_of("a", a if isinstance(a, Tensor) else lhs), *parts_of("w", rhs),
             ("sorted_token_ids", sorted_token_ids), ("expert_ids", expert_ids),
@@ -154,47 +157,16 @@ def _routing(
             f"{routed} routed rows, got {expert_ids.shape[0]}"
         )
     if readable(count):
-        _check_counted(sorted_ids, expert_ids, count, (block_m, routed, experts))
+        used, most = int(count.item()), expert_ids.shape[0] * block_m
+        most = most if sorted_ids is None else min(most, sorted_ids.shape[0])
+        if not 0 <= used <= most:
+            raise ValueError(
+                f"{OWNER}: num_tokens_post_padded must be 0 to {most}, which sorted_token_ids and "
+                f"expert_ids have room for, got {used}"
+            )
+        blocks = expert_ids[: -(-used // block_m)]
+        check_range(f"{OWNER}: expert_ids", blocks, -1, experts, "-1 is an expert that is not here")
+        if sorted_ids is not None:
+            remedy = f"{routed} is the padding id for these rows of a and this a_div"
+            check_range(f"{OWNER}: sorted_token_ids", sorted_ids[:used], 0, routed + 1, remedy)
     return Routing(sorted_ids, expert_ids, count, block_m, a_div)
-
-
-def _check_counted(
-    sorted_ids: Tensor | None, expert_ids: Tensor, count: Tensor, sizes: tuple[int, int, int]
-) -> None:
-    """Raise ValueError for a count beyond the lists, and for ids out of range before it."""
-    block_m, routed, experts = sizes
-    used = int(count.item())
-    most = expert_ids.shape[0] * block_m
-    most = most if sorted_ids is None else min(most, sorted_ids.shape[0])
-    if not 0 <= used <= most:
-        raise ValueError(
-            f"{OWNER}: num_tokens_post_padded must be 0 to {most}, which sorted_token_ids and "
-            f"expert_ids have room for, got {used}"
-        )
-    blocks = expert_ids[: -(-used // block_m)]
-    check_range(f"{OWNER}: expert_ids", blocks, -1, experts, "-1 is an expert that is not here")
-    if sorted_ids is not None:
-        remedy = f"{routed} is the padding id for these rows of a and this a_div"
-        check_range(f"{OWNER}: sorted_token_ids", sorted_ids[:used], 0, routed + 1, remedy)
-
-
-def _out(
-    out: Any, dtype: torch.dtype | None, shape: tuple[int, int], device: torch.device
-) -> Tensor:
-    """`out`, or zeros. Raises unless it is contiguous, of this shape, dtype and device."""
-    if dtype is not None:
-        check_dtype(dtype, f"{OWNER}: out_dtype")
-    if out is None:
-        return torch.zeros(shape, dtype=dtype or torch.bfloat16, device=device)
-    if not isinstance(out, Tensor):
-        raise TypeError(f"{OWNER}: out must be a tensor, got {shown(out)}")
-    check_dtype(out.dtype, f"{OWNER}: the dtype of out")
-    check_address(f"{OWNER}: out", out)
-    fits = out.layout is torch.strided and not out.is_nested and out.device == device
-    if not fits or out.shape != shape or not out.is_contiguous():
-        raise ValueError(
-            f"{OWNER}: out must be contiguous {list(shape)} on {device}, got {shown(out)}"
-        )
-    if dtype not in (None, out.dtype):
-        raise ValueError(f"{OWNER}: out is {out.dtype} but out_dtype is {dtype}; leave it away")
-    return out

@@ -1,15 +1,18 @@
-"""Arguments of Transformer Engine's modules that te_mx does not have.
+"""The arguments that constructors share, and arguments of Transformer Engine's modules that te_mx
+does not have.
 
-One table for every module: each argument is accepted at its default, so that code written for
+Of these one table for every module: each is accepted at its default, so that code written for
 Transformer Engine constructs and calls te_mx modules unchanged, and refused by name when it is set.
 tests/compat holds the table to the list of Transformer Engine's arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from te_mx.nn import checks
+from te_mx.nn.tensor_parallel import BOTH, part, ranks_of, shared
 from te_mx.runtime.arguments import shown
 
 
@@ -94,3 +97,71 @@ def refuse(module: str, name: str, value: Any) -> None:
     raise NotImplementedError(
         f"te_mx.{module}: {name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
     )
+
+
+_FLAGS = (
+    "bias", "return_bias", "return_layernorm_output", "fuse_wgrad_accumulation",
+    "delay_wgrad_compute", "save_original_input", "checkpoint", "set_parallel_mode",
+    "single_grouped_weight", "single_grouped_bias", "zero_centered_gamma", "input_layernorm",
+    "fuse_qkv_params", "qkv_weight_interleaved", "qk_norm_before_rope", "rotary_pos_interleaved",
+    "output_layernorm", "parallel_attention_mlp", "apply_residual_connection_post_layernorm",
+)  # fmt: skip
+_FUNCTIONS = "init_method", "output_layer_init_method"
+_KEPT = (
+    "return_bias", "return_layernorm_output", "fuse_wgrad_accumulation", "save_original_input",
+    "checkpoint", "name", *_FUNCTIONS,
+)  # fmt: skip
+
+
+class Options:
+    """The arguments of a constructor, of which each that modules share is checked by its name:
+    before a parameter is made.
+
+    Args:
+        kind: the module, as te_mx.<kind>.
+        given: the arguments by name, as ``locals()`` of the constructor has them.
+        sizes: names of those that are sizes; `sizes` are their values.
+
+    `device` and `dtype` say where parameters are made, `how` between which ranks the module is
+    shared (tensor_parallel.py), in a `mode`.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type or value, by name.
+        NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
+    """
+
+    def __init__(self, kind: str, given: Mapping[str, Any], *sizes: str) -> None:
+        self._owner, self._given = f"te_mx.{kind}", dict(given)
+
+        def some(names: Iterable[str]) -> dict[str, Any]:
+            return {name: given[name] for name in names if name in given}
+
+        if kind in CONSTRUCTORS:
+            refuse_constructor(kind, given["transformer_engine"])
+        self.sizes = checks.sizes(self._owner, **some(sizes))
+        checks.flags(self._owner, **some(_FLAGS))
+        checks.functions(self._owner, **some(_FUNCTIONS))
+        checks.check_name(self._owner, given["name"])
+        dtypes = given.get("dtype"), given["params_dtype"]
+        self.device, self.dtype = checks.parameter_place(self._owner, given["device"], *dtypes)
+        self.mode = BOTH if given.get("set_parallel_mode") else given.get("parallel_mode")
+        group = (
+            given.get("tp_group"),
+            given.get("tp_size", 1),
+            given.get("sequence_parallel", False),
+        )
+        self.how = shared(self._owner, self.mode, *group)
+
+    def part(self, mode: str, name: str, size: int) -> int:
+        """What this rank has of a size that is shared in this mode."""
+        return part(self._owner, self.how, mode, name, size)
+
+    def ranks(self, mode: str) -> int:
+        """How many ranks share what is shared in this mode."""
+        return ranks_of(self.how, mode)
+
+    def keep(self, module: Any) -> None:
+        """Set the attributes of a module that are arguments of its constructor as they are."""
+        for name in _KEPT:
+            if name in self._given:
+                setattr(module, name, self._given[name])

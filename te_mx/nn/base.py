@@ -16,16 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx._ops import capturing
 from te_mx.autograd import node
-from te_mx.autograd.grad_target import (
-    Label,
-    OwnedGradient,
-    Queue,
-    Start,
-    WeightGradient,
-    started,
-)
+from te_mx.autograd.grad_target import Queue
+from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.node import differentiable
 from te_mx.context import region as context
 from te_mx.context.region import (
@@ -42,11 +35,11 @@ from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_flag
 from te_mx.runtime.ran import new_tags
 from te_mx.weights import gradients
-from te_mx.weights.frozen import Freezable, lies
+from te_mx.weights.freezing import Freezable, lies
 from te_mx.weights.gradients import DelayedWgrad
 from te_mx.weights.missing import check_saved
 from te_mx.weights.ranks import SeveralRanks
-from te_mx.weights.state_dict import load_module, save_codes
+from te_mx.weights.state_dict import load_module
 
 # Whether modules made here keep a copy of what their weights start with: see
 # te_mx.pytorch.quantized_model_init.
@@ -100,18 +93,16 @@ class Resettable:
         self._note_preserving()
         if defer_init or (self._building and _on_meta(self)):
             return
-        if module._is_dropped():
-            raise RuntimeError(
-                f"{module._label()}: frozen without its high-precision weights, there is nothing "
-                "to reset; call te_mx.unfreeze_weights(model, dequantize=True) first"
-            )
+        source = module._source
+        source.needs_values(
+            RuntimeError,
+            f"{module._label()}: frozen without its high-precision weights, there is nothing to "
+            "reset; call te_mx.unfreeze_weights(model, dequantize=True) first",
+        )
         _make_real(self)
         self._initialize()
         self._preserve_weights()
-        # What was kept of the weights before is old now.
-        self.__dict__.pop("_microbatch", None)
-        if module._frozen is not None:
-            module._frozen.kept.clear()
+        source.forget()
 
     def _finish_building(self) -> None:
         """The end of a constructor: parameters on the meta device have no values yet."""
@@ -149,7 +140,6 @@ NEVER: Any = object()
 TRANSIENT = (
     "_seen",
     "_ran",
-    "_microbatch",
     "_tag",
     "_delayed",
     "_tp_group",
@@ -162,12 +152,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
-    fuse_wgrad_accumulation: bool = False
     _converted: bool = False  # made by convert_model
     _seen: Settings | None = NEVER  # what the last forward ran with
     _ran: Set[Settings | None] = frozenset()  # what forwards ran with, in any thread
     _tag: int = -1  # first slot in te_mx.runtime.ran.LAST_RUN, three for each linear step
-    _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
     # --------------------------------------------------------------------------- running a forward
     def _held(self, *names: str) -> tuple[Any, ...]:
@@ -178,38 +166,32 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             held.append(parameters[name] if name in parameters else getattr(self, name))
         return tuple(held)
 
-    def _weight_and_bias(self) -> tuple[Any, Any]:
-        """The whole of both, of a layer with one weight; as `_held` where it is not split."""
-        layer: Any = self
-        if layer._split is not None:
-            return layer.whole_weight(), layer.whole_bias()
-        parameters = layer._parameters
-        if "weight" in parameters and "bias" in parameters:
-            return parameters["weight"], parameters["bias"]
-        return layer.weight, layer.bias
+    def _enter(self, inp: Any, first: bool | None, *before: Any) -> tuple[Settings | None, Any]:
+        """What stands in front of every forward(inp, *before, first): the settings of its steps,
+        and None; or None and the result, where something else is to run: a graph of torch.fx,
+        another rank's part, code outside of the graph that is being compiled, high precision, a
+        transform of torch.func."""
+        module: Any = self
+        if isinstance(inp, Proxy):
+            return None, self._as_leaf(inp, *before, is_first_microbatch=first)
+        if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_tracing():
+            return None, gradients.untraced(module.forward, inp, *before, first)
+        usual = type(inp) is Tensor and module._shared is None
+        for tensor in module._parameters.values():
+            usual = usual and (tensor is None or type(tensor) is nn.Parameter)
+        if not usual and self._is_spread(inp):
+            return None, self._run_spread(inp, *before, first)
+        settings = self._settings()
+        if settings is None:
+            return None, module._high_precision(inp, *before, first)
+        if node.active():
+            made = self._transformed(inp, *before, is_first_microbatch=first)
+            return (settings, None) if made is None else (None, made)
+        return settings, None
 
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with: those of te_mx.autocast, outside of it those that were
-        bound; None in high precision."""
-        if self._ran_with is not None:
-            return self._ran_with
-        tracing = is_tracing()
-        settings = context.current_settings(bound=self._bound) if tracing else self._settings_now()
-        if settings is None:
-            if self._frozen is not None and self._frozen.dropped:
-                return self._frozen.settings  # there is no high-precision weight to run on
-            if self._converted and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
-                warn = converted.warn_plain_traced if tracing else converted.warn_plain
-                warn(self.name)
-        elif self._frozen is not None:
-            try:
-                settings = self._frozen.inside(settings)
-            except ValueError as error:
-                raise ValueError(f"{self._label()}: {error}") from None
-        return settings
-
-    def _settings_now(self) -> Settings | None:
-        """Settings of the active region, or those that were bound.
+        bound; None in high precision.
 
         Inside a backward pass, which runs a forward to recompute it, only regions that were entered
         in this same pass count: torch.utils.checkpoint enters that of the first forward. For other
@@ -218,27 +200,40 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         Raises:
             RuntimeError: they have not.
         """
+        source = self._source
+        if is_tracing():
+            settings = context.current_settings(bound=self._bound)
+            return source.inside(self, settings) if settings is None or source.fixes else settings
         region = innermost.get()
         if region is not None and region.left:
             region = active_region()
         settings = self._bound if region is None or region.outside else region.settings
         running = backward_pass_id()
-        if running != -1 and (region is None or region.backward_pass != running):
-            if len(self._ran) == 1:
-                return next(iter(self._ran))
-            if self._ran:
-                raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
-            settings = context.current_settings(bound=self._bound)
-        if settings is not self._seen:
-            # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
-            self.__dict__.setdefault("_ran", set()).add(settings)
-            self.__dict__["_seen"] = settings
-        if settings is not None:
-            if context.notices:
-                context.give_notices()
-            if torch.jit.is_tracing() and torch.is_grad_enabled():
-                self._refuse_jit_trace()
-        return settings
+        again = running != -1 and (region is None or region.backward_pass != running)
+        if again and len(self._ran) == 1:
+            settings = next(iter(self._ran))
+        else:
+            if again:
+                if self._ran:
+                    raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
+                settings = context.current_settings(bound=self._bound)
+            if settings is not self._seen:
+                # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
+                self.__dict__.setdefault("_ran", set()).add(settings)
+                self.__dict__["_seen"] = settings
+            if settings is not None:
+                if context.notices:
+                    context.give_notices()
+                if torch.jit.is_tracing() and torch.is_grad_enabled():
+                    self._refuse_jit_trace()
+        return source.inside(self, settings) if settings is None or source.fixes else settings
+
+    def _warn_plain(self) -> None:
+        """Called where a forward runs in high precision: a converted model that trains so is not
+        what its user meant."""
+        if self._converted and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
+            warn = converted.warn_plain_traced if is_tracing() else converted.warn_plain
+            warn(self.name)
 
     def _tag_now(self) -> int:
         """The first slot of this module; compiled code records nothing."""
@@ -248,89 +243,28 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             self.__dict__["_tag"] = new_tags(self)
         return self._tag
 
-    def _keeps(self, first: bool | None) -> bool:
-        """Whether there may be something that stands in for a weight."""
-        return self._frozen is not None or first is not None or self._gathered is not None
-
-    def _kept_weight(
-        self, key: str, first: bool | None, settings: Settings, device: torch.device, need_dx: bool
-    ) -> Any:
-        """What stands in for a weight: what is kept of a frozen one or for the micro-batches of a
-        step, or made now and kept; None where this call quantizes.
-
-        A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
-        nor compiled code keeps anything between its calls, and compiled code cannot look here
-        whether a frozen weight changed: ops of its graph do (weights/traced.py).
-        """
-        if self._gathered is not None:
-            return self._gathered[key]
-        frozen, tracing = self._frozen, is_tracing()
-        if first is not None and type(first) is not bool:
-            check_flag(f"{self._label()}: is_first_microbatch", first)
-        if (tracing and frozen is not None) or (frozen is None and first is None):
-            return None
-        capture = not tracing and capturing(device)
-        keep = not (tracing or capture)
-        if frozen is None:
-            kept = None if first or capture else (self._microbatch or {}).get(key)
-        else:
-            kept, follows = frozen.current(key, self)
-            keep = keep and follows
-        if kept is not None and kept.serves(settings, device, need_dx):
-            if tracing:
-                return kept
-            if capture and frozen is not None and all(kept is not old for old in frozen.in_graphs):
-                frozen.in_graphs.append(kept)
-            return kept.on_current_stream()
-        if not keep:
-            return None
-        made = self._make_kept(key, settings, need_dx)
-        if frozen is None:
-            self.__dict__["_microbatch"] = {**(self._microbatch or {}), key: made}
-        else:
-            frozen.kept[key] = made
-        return made
-
-    # ------------------------------------------------- weight gradients with a place of their own
     def _routed(self) -> bool:
         """Whether weight gradients do not simply go back to autograd."""
         return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
 
-    def _sink(
-        self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
-    ) -> WeightGradient | None:
-        """The place of the gradient of one weight in this call; None when there will be none."""
-        fuse = self.fuse_wgrad_accumulation
-        again = context.first_run() if fuse and first is True else None
-        trains = len(parameters) == 1 and parameters[0].requires_grad
-        if not (torch.is_grad_enabled() and (trains or any(p.requires_grad for p in parameters))):
-            if again is not None:  # a reentrant checkpoint, which runs this again with gradients
-                self._started(parameters, again)
-            return None
-        if node.active():
-            node.refuse(self._label(), parameters)
-        owners = gradients.owners_of(self, parameters)
-        if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
-            raise RuntimeError(
-                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
-                "something computes one (a parametrization, functional_call); build the module "
-                "without delay_wgrad_compute"
-            )
-        starts: Sequence[Start | None] = ()
-        if fuse and first is True:
-            owned: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
-            starts = self._started(owned, again)
-        label = Label(self)
-        if owners:
-            return OwnedGradient(parameters, owners, label, fuse, starts, queue)
-        if gradients.is_replicated():
-            return gradients.replicated(self, parameters, label, starts, queue)
-        return WeightGradient(parameters, label, fuse, starts, queue)
+    def _gradients_of(self, key: str, weight: Tensor) -> Sequence[Tensor]:
+        """What gets the gradient of a weight: itself, or the parameters that it is joined of."""
+        names = self._parts_of(key)
+        return [weight] if len(names) == 1 else self._held(*names)
 
-    def _started(
-        self, parameters: Sequence[Tensor], again: dict[int, Start] | None
-    ) -> list[Start | None]:
-        return [started(p, again) for p in parameters if p.requires_grad]
+    def _plain_linear(
+        self, x: Tensor, key: str, weight: Tensor, bias: Tensor | None, first: bool | None,
+        queue: Queue | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x @ weight.T + bias in high precision; the gradient of the weight of this key goes where
+        that of a quantized product does."""
+        sink = None
+        if self._routed():
+            parts = self._gradients_of(key, weight)
+            sink = self._source.grad_target(self, parts, first, queue)
+        if sink is None:
+            return nn.functional.linear(x, weight, bias)
+        return HighPrecisionLinear.apply(x, weight, bias, sink)
 
     # ------------------------------------------------------------------- transforms and tracers
     def _refuse_transforms(self, inp: Tensor) -> None:
@@ -338,14 +272,14 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         held = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
         node.refuse(self._label(), (inp, *held))
 
-    def _transformed(self, inp: Tensor, **given: Any) -> Any:
+    def _transformed(self, inp: Tensor, *before: Any, **given: Any) -> Any:
         """Called where transforms are active: the result of a forward with these arguments under
         one level of torch.func's gradients, None where no transform concerns this call. Others are
         refused, and so are weight gradients with a place of their own, and computed weights."""
         module: Any = self
         names = [name for name, held in module._parameters.items() if held is not None]
         tensors = (inp, *(module._parameters[name] for name in names))
-        plain = not self._routed() and not module._modules and not self._is_dropped()
+        plain = not (before or self._routed() or module._modules or self._source.standing)
         if not (plain and node.one_gradient() and torch.is_grad_enabled()):
             self._refuse_transforms(inp)
             return None
@@ -404,8 +338,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what a forward makes again."""
         state = {k: v for k, v in self.__dict__.items() if k not in TRANSIENT}
-        if self._frozen is not None:
-            state["_frozen"] = self._frozen.without_copies()
+        if "_source" in state:
+            state["_source"] = self._source.without_copies()
         return state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -418,10 +352,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         self._forget_copies()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._is_dropped() or self._claim is not None:
-            check_saved(self)
-        if self._is_dropped():
-            save_codes(self, destination, prefix)
+        check_saved(self)
+        self._source.save(self, destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
 
     def _load_from_state_dict(

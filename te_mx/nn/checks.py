@@ -123,34 +123,43 @@ class Checked:
         """Codes and scales of a weight without a master."""
         raise NotImplementedError
 
-    def _check_plain_call(
-        self, inp: Tensor, weight: Tensor | None, bias: Tensor | None, rows: int, cols: int
-    ) -> None:
-        """Raise unless y = inp @ weight.T + bias can run quantized with a weight [rows, cols] and a
-        bias [rows] or None: one look where everything is as usual, all checks where it is not."""
+    def _checked(self, inp: Tensor) -> tuple[Any, Any, Any]:
+        """Weight, bias, and the bias that is added, of a layer with one weight: raises unless
+        y = inp @ weight.T + bias can run quantized. One look where everything is as usual, all
+        checks where it is not."""
+        layer: Any = self
+        rows, cols = layer.out_features, layer.in_features
+        held = layer._parameters
+        weight = held.get("weight")
+        if weight is not None and "bias" in held:
+            bias = held["bias"]
+        else:
+            weight, bias = layer._weight_and_bias()
+        added = None if layer.return_bias else bias
         if (
             type(inp) is Tensor
             and not inp.is_nested
             and weight is not None
             and (type(weight) is nn.Parameter or is_gathered(weight))
-            and (bias is None or type(bias) is nn.Parameter)
+            and (added is None or type(added) is nn.Parameter)
             and inp.dim()
             and inp.shape[-1] == cols
             and weight.shape == (rows, cols)
-            and (bias is None or bias.shape == (rows,))
+            and (added is None or added.shape == (rows,))
             and inp.device == weight.device
-            and (bias is None or inp.device == bias.device)
+            and (added is None or inp.device == added.device)
             and inp.dtype in FLOATS
             and weight.dtype in FLOATS
-            and (bias is None or bias.dtype in FLOATS)
+            and (added is None or added.dtype in FLOATS)
             and inp.layout is _STRIDED
         ):
-            return
+            return weight, bias, added
         self._check_shape(inp, "in_features", cols)
         self._check_kind(inp)
-        self._check_parameter("weight", weight, (rows, cols), inp.device)
-        if bias is not None:
-            self._check_parameter("bias", bias, (rows,), inp.device)
+        layer._source.check(layer, "weight", weight, (rows, cols), inp.device)
+        if added is not None:
+            self._check_parameter("bias", added, (rows,), inp.device)
+        return weight, bias, added
 
     @staticmethod
     def _are_usual(inp: Tensor, size: int, parameters: Sequence[tuple[Any, Any]]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from te_mx.context import region
-from te_mx.weights.frozen import Freezable
+from te_mx.weights.freezing import Freezable
 
 
 class ConversionWarning(UserWarning):

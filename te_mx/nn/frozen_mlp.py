@@ -1,7 +1,7 @@
 """A gated MLP block of frozen layers on few rows, as when text is generated: the activation and its
 gate have no kernel of their own. The last product computes them as it reads its input.
 
-Each product is that of its layer, and what is rounded where is as in autograd/mlp.py:
+Each product is that of its layer, and what is rounded where is as in autograd/layer.py:
 act(gate) * up is computed in fp32 and rounded once.
 """
 
@@ -20,7 +20,6 @@ from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import Activation, ActStep
 from te_mx.nn.linear import Linear
 from te_mx.recipes.settings import Settings
-from te_mx.weights import frozen
 from te_mx.weights.decode import Ready
 from te_mx.weights.traced import Traced
 
@@ -31,13 +30,13 @@ def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings
     *first, last = layers
     if not act.gated or output_dtype(x) != x.dtype or x.shape[-1:] != (first[0].in_features,):
         return None
-    if any(one._frozen is None or one._is_weight_only() for one in layers):
+    if not all(one._source.decodes for one in layers):
         return None
     bias = last.whole_bias()
     held = [x, bias, *(one._parameters.get("weight") for one in layers)]
     if needs_gradient(*held):
         return None
-    found = frozen.ready_of(last, x, settings)
+    found = last._source.ready(last, x, settings)
     if found is None or act.base not in found.kernel.gates:
         return None
     return run_gated(found, [one(x) for one in first], act, bias, last._tag_now())

@@ -12,27 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from te_mx.autograd import node, weight_parts
-from te_mx.autograd.grouped import (
-    GroupedCall,
-    Groups,
-    NoGroups,
-    grouped_linear,
-    grouped_on_codes,
-    grouped_plain,
-    high_precision_loop,
-)
-from te_mx.autograd.saved import flatten, unflatten
-from te_mx.context.region import is_tracing, output_dtype
+from te_mx.autograd import weight_parts
+from te_mx.autograd.grouped import Groups, NoGroups, grouped_plain, high_precision_loop
+from te_mx.autograd.saved import flatten
+from te_mx.context.region import output_dtype
 from te_mx.dispatch.groups import INDEX_DTYPES, readable
 from te_mx.nn import checks
-from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.base import MXModule
-from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_size, shown
-from te_mx.weights import gradients, weight_only
 from te_mx.weights.grouped import StackedWeight, convert_state_dict, parameter_names
 from te_mx.weights.state_dict import SCALES
 
@@ -142,6 +131,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
+    init_method: Callable[[Tensor], Any] | None
+
     def __init__(
         self,
         num_gemms: int,
@@ -164,37 +155,25 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
-        refuse_constructor("GroupedLinear", transformer_engine)
         owner = "te_mx.GroupedLinear"
         if single_grouped_bias is None:
             single_grouped_bias = single_grouped_weight
-        num_gemms, in_features, out_features = checks.sizes(
-            owner, num_gemms=num_gemms, in_features=in_features, out_features=out_features
-        )
+        options = Options(
+            "GroupedLinear", locals(), "num_gemms", "in_features", "out_features"
+        )  # fmt: skip
+        num_gemms, in_features, out_features = options.sizes
         if num_gemms < 1:
             raise ValueError(f"{owner}: num_gemms must be 1 or more, got {num_gemms}")
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-        )  # fmt: skip
         if use_grouped_tensor is not None:
             checks.flags(owner, use_grouped_tensor=use_grouped_tensor)
-        checks.functions(owner, init_method=init_method)
-        checks.check_name(owner, name)
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
-        self.init_method = init_method
-        self.return_bias = return_bias
-        self.name = name
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
+        options.keep(self)
+        device, dtype = options.device, options.dtype
         self._weight_names = parameter_names("weight", num_gemms, single_grouped_weight)
         self._bias_names = parameter_names("bias", num_gemms, single_grouped_bias) if bias else ()
         # Group by group, then what is stacked: Transformer Engine's order, which the states of an
@@ -252,57 +231,22 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             TypeError: the dtype of `inp`, of a parameter or of m_splits is none that it takes.
             RuntimeError, NotImplementedError: as for te_mx.Linear.
         """
-        if isinstance(inp, Proxy):
-            return self._as_leaf(
-                inp, m_splits, is_first_microbatch=is_first_microbatch, out=out,
-                dgrad_out=dgrad_out,
-            )  # fmt: skip
         for given, value in (("out", out), ("dgrad_out", dgrad_out)):
             if value is not None:
                 refuse("GroupedLinear", given, value)
-        routed = self._routed()
-        if routed and is_tracing():
-            return gradients.untraced(self.forward, inp, m_splits, is_first_microbatch)
-        if self._is_spread(inp):
-            return self._run_spread(inp, m_splits, is_first_microbatch)
-        settings = self._settings()
-        self._check_shape(inp, "in_features", self.in_features)
-        rows = inp.numel() // self.in_features if self.in_features else flatten(inp).shape[0]
-        groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
+        settings, made = self._enter(inp, is_first_microbatch, m_splits)
+        if settings is None:
+            return made
+        groups = self._groups(inp, m_splits)
+        self._check_kind(inp)
         if not self.num_gemms:
             return self._run_none(inp, is_first_microbatch)
-        if settings is None:
-            return self._high_precision(inp, groups, is_first_microbatch)
-        if node.active():
-            self._refuse_transforms(inp)
-        self._check_kind(inp)
-        if self._is_dropped():
-            return self._run_dropped(inp, groups, settings)
-        weights, biases = self._held(*self._weight_names), self._held(*self._bias_names)
-        names, shape = self._weight_names, self._shape_of_each("weight")
-        self._check_parameter(names[0], weights[0], shape, inp.device)
-        kept = None
-        if self._frozen is not None and is_tracing():
-            made = self._run_few(inp, groups, biases, settings, None)
-            if made is not None:
-                return (made, self._returned(biases)) if self.return_bias else made
-        if self._keeps(is_first_microbatch):
-            need_dx = torch.is_grad_enabled() and inp.requires_grad
-            kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
-        tag = self._tag_now()
-        queue = self._wgrad_queue()
-        sink = self._sink(weights, is_first_microbatch, queue) if routed else None
+        source, names = self._source, self._weight_names
+        weights, biases = self._held(*names), self._held(*self._bias_names)
+        source.check(self, names[0], weights[0], self._shape_of_each("weight"), inp.device)
+        held = weights, () if self.return_bias else biases
         try:
-            if kept is not None and self._frozen is not None and not is_tracing():
-                few = self._run_few(inp, groups, biases, settings, kept)
-                if few is not None:
-                    return (few, self._returned(biases)) if self.return_bias else few
-            added = () if self.return_bias else self._like_weights(biases)
-            call = GroupedCall(
-                groups.capacity, settings, output_dtype(inp), len(added) > 0, kept, tag,
-                self.save_original_input, sink,
-            )  # fmt: skip
-            y = grouped_linear(inp, groups.offs, weights + added, call)
+            y = source.grouped(self, "weight", inp, groups, held, settings, is_first_microbatch)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             # Ops look at every parameter before they read one. Doing so here too would cost as much
             # again for many groups, so this only says which one they refused.
@@ -310,23 +254,27 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             raise
         return (y, self._returned(biases)) if self.return_bias else y
 
+    def _groups(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Groups:
+        self._check_shape(inp, "in_features", self.in_features)
+        rows = inp.numel() // self.in_features if self.in_features else flatten(inp).shape[0]
+        return groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
+
     def _run_none(self, inp: Tensor, first: bool | None) -> Any:
         """The forward of a rank that has none of the experts (ModuleParallel)."""
-        self._check_kind(inp)
         (weight,), biases = self._held(*self._weight_names), self._held(*self._bias_names)
-        sink = self._sink((weight,), first, self._wgrad_queue()) if self._routed() else None
+        sink = self._source.grad_target(self, (weight,), first) if self._routed() else None
         added = None if self.return_bias or not biases else biases[0]
         out = NoGroups.apply(inp, weight, added, output_dtype(inp), sink)
         return (out, self._returned(biases)) if self.return_bias else out
 
     def _check_groups(self, device: torch.device) -> None:
         """Check the weights and the biases of all groups, as far as a forward reads them."""
-        weights = () if self._is_dropped() else self._weight_names
-        biases = () if self.return_bias else self._bias_names
-        for kind, names in (("weight", weights), ("bias", biases)):
-            shape = self._shape_of_each(kind)
-            for name in names:
-                self._check_parameter(name, getattr(self, name), shape, device)
+        shape = self._shape_of_each("weight")
+        for name in self._weight_names:
+            self._source.check(self, name, getattr(self, name), shape, device)
+        shape = self._shape_of_each("bias")
+        for name in () if self.return_bias else self._bias_names:
+            self._check_parameter(name, getattr(self, name), shape, device)
 
     def _shape_of_each(self, kind: str) -> tuple[int, ...]:
         """The shape of every parameter that holds weights or biases."""
@@ -347,11 +295,17 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             return None
         return biases[0] if self.single_grouped_bias else list(biases)
 
-    def _high_precision(self, inp: Tensor, groups: Groups, first: bool | None) -> Any:
+    def _high_precision(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, first: bool | None
+    ) -> Any:
+        groups = self._groups(inp, m_splits)
+        if not self.num_gemms:
+            self._check_kind(inp)
+            return self._run_none(inp, first)
         held = tuple(getattr(self, name) for name in self._weight_names)
         biases = tuple(getattr(self, name) for name in self._bias_names)
         added = () if self.return_bias else self._like_weights(biases)
-        sink = self._sink(held, first, self._wgrad_queue()) if self._routed() else None
+        sink = self._source.grad_target(self, held, first) if self._routed() else None
         if sink is None:
             stacked = self.single_grouped_weight
             weights = held[0] if stacked else held
@@ -361,26 +315,6 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         else:
             out = high_precision_loop(inp, *groups, (*held, *added), len(added) > 0, sink)
         return (out, self._returned(biases)) if self.return_bias else out
-
-    def _run_dropped(self, inp: Tensor, groups: Groups, settings: Settings) -> Any:
-        biases = tuple(getattr(self, name) for name in self._bias_names)
-        added = () if self.return_bias else biases
-        self._refuse_given()
-        self._check_codes(self._weight_keys, inp.device)
-        self._check_groups(inp.device)
-        row = self._dropped_operand("weight")
-        bias_GN = self._stacked_bias(added)
-        dtype, tag = output_dtype(inp), self._tag_now()
-        y = self._run_few(inp, groups, biases, settings, None)
-        if y is not None:
-            return (y, self._returned(biases)) if self.return_bias else y
-        if self._is_weight_only():
-            y_RN = weight_only.grouped(flatten(inp), groups, row, bias_GN, dtype, tag)
-            y = unflatten(y_RN, inp)
-        else:
-            call = GroupedCall(groups.capacity, settings, dtype, len(added) > 0, tag=tag)
-            y = grouped_on_codes(inp, groups.offs, row, bias_GN, call)
-        return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
     def _described(self) -> str:
@@ -396,8 +330,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         for end in SCALES:
             convert_state_dict(state_dict, name + end, groups, True, error_msgs)
         # Codes are held in one stack, whatever the parameters are.
-        quantized = self._is_dropped() or any(name + end in state_dict for end in SCALES)
-        stacked = self.single_grouped_weight or quantized
+        scales = any(name + end in state_dict for end in SCALES)
+        stacked = self.single_grouped_weight or scales or self._source.saved is not None
         convert_state_dict(state_dict, name, groups, stacked, error_msgs)
         if self._bias_names:
             stacked = self.single_grouped_bias

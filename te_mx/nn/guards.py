@@ -78,8 +78,8 @@ def why_not_plain(name: str, layer: Any) -> str:
 
 def why_not_usual(name: str, layer: Any) -> str:
     """The same but for hooks."""
-    if type(layer) is Linear and layer._frozen is not None:
-        return f"{name} is frozen"
+    if type(layer) is Linear and (state := layer._source.standing):
+        return f"{name} is {state}"
     return _why_not_whole(name, layer)
 
 
@@ -95,6 +95,6 @@ def _why_not_whole(name: str, layer: Any) -> str:
         return f"{name} was replaced by a {type(layer).__name__}"
     if layer._shared is not None:
         return f"{name} is shared by a process group"
-    if layer.return_bias or layer._split is not None or layer.delay_wgrad_compute:
+    if layer.return_bias or layer.delay_wgrad_compute or layer._parts_of("weight") != ("weight",):
         return f"{name} has return_bias, parameters_split or delay_wgrad_compute"
     return ""

@@ -10,27 +10,17 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import node
-from te_mx.autograd.layernorm_linear import Call, layernorm_linear
-from te_mx.autograd.linear_recipe import on_codes
+from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing
-from te_mx.nn import checks
-from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.norm_base import NormModule, default_init
-from te_mx.nn.tensor_parallel import (
-    COLUMN,
-    ROW,
-    part,
-    ranks_of,
-    shared,
-)
+from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.recipes.settings import Settings
-from te_mx.weights import gradients, split, weight_only
-from te_mx.weights.decode import Ready
-from te_mx.weights.traced import Traced
+from te_mx.weights import split
 
 
-class LayerNormLinear(NormModule):
+class LayerNormLinear(split.SplitWeight, NormModule):
     """``y = norm(x) @ weight.T + bias``: torch's own functions, and inside `te_mx.autocast` in the
     formats of its recipe (MXFP8 by default).
 
@@ -68,6 +58,8 @@ class LayerNormLinear(NormModule):
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
+    init_method: Callable[[Tensor], Any] | None
+
     def __init__(
         self,
         in_features: int,
@@ -94,33 +86,21 @@ class LayerNormLinear(NormModule):
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
-        refuse_constructor("LayerNormLinear", transformer_engine)
-        owner = "te_mx.LayerNormLinear"
-        in_features, out_features = checks.sizes(
-            owner, in_features=in_features, out_features=out_features
-        )
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            return_layernorm_output=return_layernorm_output,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
-        checks.functions(owner, init_method=init_method)
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
-        how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
+        options = Options("LayerNormLinear", locals(), "in_features", "out_features")
         if parallel_mode == ROW:
             raise NotImplementedError(
-                f'{owner}: parallel_mode="row" needs an input sharded along its features, which '
-                'cannot be normalized; use "column", or te_mx.Linear behind a normalization'
+                'te_mx.LayerNormLinear: parallel_mode="row" needs an input sharded along its '
+                'features, which cannot be normalized; use "column", or te_mx.Linear behind a '
+                "normalization"
             )
-        out_features = part(owner, how, COLUMN, "out_features", out_features)
+        in_features, out_features = options.sizes
+        out_features = options.part(COLUMN, "out_features", out_features)
         self.parallel_mode = parallel_mode
-        self._start(in_features, eps, normalization, zero_centered_gamma, name)
+        self._start(in_features, eps, normalization, zero_centered_gamma)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.init_method = init_method
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        options.keep(self)
+        device, dtype = options.device, options.dtype
         self._norm_parameters(device, dtype)
         shape = (out_features, in_features)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -128,16 +108,12 @@ class LayerNormLinear(NormModule):
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
-        self._split: dict[str, int] | None = None
         if parameters_split is not None:
-            self._split = split.split_sizes(
-                self._label(), self, parameters_split, out_features, ranks_of(how, COLUMN)
-            )
-            split.register_parts(self, self._split)
+            self._split_into(parameters_split, out_features, options.ranks(COLUMN))
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(parallel_mode, how, tp_group, "layer_norm_weight", "layer_norm_bias")
+        self._share(parallel_mode, options.how, tp_group)
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""
@@ -147,23 +123,6 @@ class LayerNormLinear(NormModule):
             init(weight)
         for bias in self._parts("bias"):
             nn.init.zeros_(bias)
-
-    def _parts(self, kind: str) -> list[Tensor]:
-        if self._split is not None:
-            return split.parts(self, self._split, kind)
-        whole = getattr(self, kind)
-        return [] if whole is None else [whole]
-
-    def whole_weight(self) -> Tensor:
-        """The weight [out_features, in_features], also where it is split."""
-        return self.weight if self._split is None else split.joined(self, self._split, "weight")  # type: ignore[return-value]
-
-    def whole_bias(self) -> Tensor | None:
-        """The bias [out_features], also where it is split."""
-        return self.bias if self._split is None else split.joined(self, self._split, "bias")
-
-    def _whole(self, key: str) -> Tensor:
-        return self.whole_weight()
 
     def forward(
         self,
@@ -191,28 +150,15 @@ class LayerNormLinear(NormModule):
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
-        if isinstance(inp, Proxy):
-            return self._as_leaf(
-                inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
-                fp8_grad=fp8_grad,
-            )  # fmt: skip
-        if fp8_output is not False or fp8_grad is not False:
+        if not (fp8_output is fp8_grad is False or isinstance(inp, Proxy)):
             refuse("LayerNormLinear", "fp8_output", fp8_output)
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if routed and is_tracing():
-            return gradients.untraced(self.forward, inp, is_first_microbatch)
-        if self._is_spread(inp):
-            return self._run_spread(inp, is_first_microbatch)
-        settings = self._settings()
-        if settings is not None and node.active():
-            made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
-            if made is not None:
-                return made
-        out, bias, z = self._run(inp, is_first_microbatch, settings, self.return_layernorm_output)
-        extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
-        extra += (z,) if self.return_layernorm_output else ()
-        return (out, *extra) if extra else out
+        settings, made = self._enter(inp, is_first_microbatch)
+        if settings is None:
+            return made
+        want_z = self.return_layernorm_output
+        out, bias, z = self._steps(inp, is_first_microbatch, settings, want_z)
+        return self._returned(out, bias, z) if want_z or self.return_bias else out
 
     def _with_normalized(self, inp: Tensor) -> tuple[Tensor, Tensor]:
         """(y, z): what `forward` makes of `inp`, the bias added unless `return_bias` says
@@ -227,80 +173,67 @@ class LayerNormLinear(NormModule):
                 f"{self._label()} is shared by several ranks, where z is not returned; call forward"
             )
         settings = self._settings()
-        if settings is not None and node.active():
+        if settings is None:
+            out, _, z = self._plain(inp, None)
+            return out, z
+        if node.active():
             self._refuse_transforms(inp)
-        out, _, z = self._run(inp, None, settings, True)
-        assert z is not None
-        return out, z
+        out, _, made = self._steps(inp, None, settings, True)
+        assert made is not None
+        return out, made
 
-    def _run(
-        self, inp: Tensor, is_first_microbatch: bool | None, settings: Settings | None, want_z: bool
+    def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
+        return self._returned(*self._plain(inp, is_first_microbatch))
+
+    def _plain(self, inp: Tensor, first: bool | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """y, the bias and z in high precision."""
+        weight, bias = self._weight_and_bias()
+        z = self._plain_norm(inp)
+        added = None if self.return_bias else bias
+        return self._plain_linear(z, "weight", weight, added, first), bias, z
+
+    def _steps(
+        self, inp: Tensor, first: bool | None, settings: Settings, want_z: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """y, the bias, and z at least if it is wanted."""
-        tracing, frozen = is_tracing(), self._frozen
-        dropped = frozen is not None and frozen.dropped
-        if dropped and settings is not None:
-            settings = on_codes(settings)
+        source = self._source
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
-        sink = None
-        if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and weight is not None:
-            parts = [weight] if self._split is None else self._parts("weight")
-            sink = self._sink(parts, is_first_microbatch, self._wgrad_queue())
-        z: Tensor | None
-        if settings is None:
-            z = self._plain_norm(inp)
-            out = self._plain_linear(z, weight, added, sink)
-        else:
-            norm_weight, norm_bias = self._held("layer_norm_weight", "layer_norm_bias")
-            in_features, out_features = self.in_features, self.out_features
-            usual = not dropped and self._are_usual(inp, in_features, (
-                (norm_weight, None if self.normalization is None else (in_features,)),
-                (norm_bias, None if norm_bias is None else (in_features,)),
-                (weight, (out_features, in_features)),
-                (added, None if added is None else (out_features,)),
-            ))  # fmt: skip
-            if not usual:
-                self._check(inp, "in_features", norm_weight, norm_bias)
-                if not dropped:
-                    size = out_features, in_features
-                    self._check_parameter("weight", weight, size, inp.device)
-                if added is not None:
-                    self._check_parameter("bias", added, (out_features,), inp.device)
-            step = self._step(inp)
-            tag = self._tag_now() if tracing or self._tag < 0 else self._tag
-            need_dx = needs_gradient(inp, norm_weight, norm_bias)
-            kept = y = None
-            few: Ready | Traced | None = None
-            plain = not (need_dx or needs_gradient(added))
-            if plain:
-                few = self._ready_traced("weight", inp, settings)
-            first, weight_only_ = is_first_microbatch, frozen is not None and self._is_weight_only()
-            stands = frozen is not None or first is not None or self._gathered is not None
-            if few is None and not weight_only_ and (stands or tracing):
-                need = need_dx, not plain
-                kept = self._kept_or_dropped("weight", settings, first, inp.device, need)
-            if few is None and plain:
-                few = self._ready("weight", kept, (out_features, in_features), inp, settings)
-            if few is not None:
-                z, beside = self._few_normalized(inp, few)
-                y = few.run(z, added, step.dtype, tag, **beside)
+        norm_weight, norm_bias = self._held("layer_norm_weight", "layer_norm_bias")
+        in_features, out_features = self.in_features, self.out_features
+        usual = self._are_usual(inp, in_features, (
+            (norm_weight, None if self.normalization is None else (in_features,)),
+            (norm_bias, None if norm_bias is None else (in_features,)),
+            (weight, (out_features, in_features)),
+            (added, None if added is None else (out_features,)),
+        ))  # fmt: skip
+        if not usual:
+            self._check(inp, "in_features", norm_weight, norm_bias)
+            source.check(self, "weight", weight, (out_features, in_features), inp.device)
+            if added is not None:
+                self._check_parameter("bias", added, (out_features,), inp.device)
+        step = self._step(inp)
+        tag = self._tag_now() if is_tracing() or self._tag < 0 else self._tag
+        need_dx = needs_gradient(inp, norm_weight, norm_bias)
+        plain = not (need_dx or needs_gradient(added))
+        (made,) = source.prepared(self, {"weight": need_dx}, inp, settings, first, plain)
+        settings, kept, few = made
+        if few is not None:
+            z, beside = self._few_normalized(inp, few)
+            y = few.run(z, added, step.dtype, tag, **beside)
             if y is not None:
-                out = y
-            elif weight_only_:
-                z, row = self._normalized(inp), self._dropped_operand("weight")
-                out = weight_only.linear(z, row, added, step.dtype, tag)
-            else:
-                call = Call(step, settings, want_z, tag, self._tokens)
-                out, z = layernorm_linear(
-                    inp, norm_weight, norm_bias, weight, added, kept, sink, call
-                )
-        return out, bias, z
+                return y, bias, z
+        sink = None
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            sink = source.grad_target(self, self._gradients_of("weight", weight), first)
+        call = Call(step, None, settings, want_z, (tag, -1), self._tokens)
+        parameters = Parameters(norm_weight, norm_bias, weight, added)
+        out, normalized = run_layer(inp, parameters, Weights((kept, None), (sink, None)), call)
+        return out, bias, normalized
 
     def _described(self) -> str:
         shown = (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, {self._norm_repr()}"
         )
-        split_up = "" if self._split is None else f", parameters_split={self._split}"
-        return shown + split_up
+        return shown + self._split_repr()

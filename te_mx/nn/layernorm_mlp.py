@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,48 +11,30 @@ from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from te_mx.autograd import node
-from te_mx.autograd.grad_target import WeightGradient
-from te_mx.autograd.linear_recipe import GEMMS, KeptWeight, on_codes
-from te_mx.autograd.mlp import (
-    Call,
-    Weights,
-    layernorm_mlp,
-)
+from te_mx.autograd.grad_target import Queue
+from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
+from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
-from te_mx.nn import activations, checks
-from te_mx.nn.arguments import refuse_constructor
+from te_mx.nn import activations
+from te_mx.nn.arguments import Options
 from te_mx.nn.frozen_mlp import run_gated
 from te_mx.nn.norm_base import (
     NormModule,
     Together,
     default_init,
 )
-from te_mx.nn.tensor_parallel import (
-    BOTH,
-    part,
-    shared,
-)
-from te_mx.recipes.settings import Settings
-from te_mx.weights import (
-    gated_halves,
-    gradients,
-    weight_only,
-)
-from te_mx.weights.traced import Traced
-
-_NAMES = (
-    "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
-)  # fmt: skip
+from te_mx.nn.tensor_parallel import BOTH
+from te_mx.weights import gated_halves
 
 
-class LayerNormMLP(NormModule):
+class LayerNormMLP(gated_halves.GatedHalves, NormModule):
     """``y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``: inside
     `te_mx.autocast` in the formats of its recipe (MXFP8 by default), torch's own functions outside.
 
     With GELU the activation runs inside the GEMMs, forward and backward; other activations are
-    quantized as they are computed (te_mx/autograd/mlp.py says what is rounded and saved).
+    quantized as they are computed (te_mx/autograd/layer.py says what is rounded and saved).
 
     Parameters: ``layer_norm_weight`` and ``layer_norm_bias`` [hidden_size] (the bias for LayerNorm
     only), ``fc1_weight`` [F1, hidden_size], ``fc1_bias`` [F1], ``fc2_weight`` [hidden_size,
@@ -98,11 +80,13 @@ class LayerNormMLP(NormModule):
     _norms = (*NORMS, None)
     _weight_keys = ("fc1_weight", "fc2_weight")
     checkpoint: bool = False
-    _halves = False  # fc1 is two parameters (gated_halves.py)
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
+
+    init_method: Callable[[Tensor], Any] | None
+    output_layer_init_method: Callable[[Tensor], Any] | None
 
     def __init__(
         self,
@@ -135,40 +119,21 @@ class LayerNormMLP(NormModule):
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
-        refuse_constructor("LayerNormMLP", transformer_engine)
-        owner = "te_mx.LayerNormMLP"
-        hidden_size, ffn_hidden_size = checks.sizes(
-            owner, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
-        )
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            return_layernorm_output=return_layernorm_output,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, checkpoint=checkpoint,
-        )  # fmt: skip
-        checks.functions(
-            owner, init_method=init_method, output_layer_init_method=output_layer_init_method
-        )
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
-        checks.flags(owner, set_parallel_mode=set_parallel_mode)
-        mode = BOTH if set_parallel_mode else None
-        how = shared(owner, mode, tp_group, tp_size, sequence_parallel)
-        ffn_hidden_size = part(owner, how, BOTH, "ffn_hidden_size", ffn_hidden_size)
-        self._start(hidden_size, eps, normalization, zero_centered_gamma, name)
+        options = Options("LayerNormMLP", locals(), "hidden_size", "ffn_hidden_size")
+        hidden_size, ffn_hidden_size = options.sizes
+        ffn_hidden_size = options.part(BOTH, "ffn_hidden_size", ffn_hidden_size)
+        self._start(hidden_size, eps, normalization, zero_centered_gamma)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation
-        self._act = activations.resolve(owner, activation, activation_params)
+        self._act = activations.resolve("te_mx.LayerNormMLP", activation, activation_params)
         self.use_bias = bias
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
         if normalization is None and return_layernorm_output:
             raise ValueError(
                 "te_mx.LayerNormMLP: return_layernorm_output=True needs a normalization, got "
                 "normalization=None"
             )
-        self.init_method = init_method
-        self.output_layer_init_method = output_layer_init_method
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.checkpoint = checkpoint
+        options.keep(self)
+        device, dtype = options.device, options.dtype
         self._norm_parameters(device, dtype)
         fc1_rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
         for layer, rows, cols in (
@@ -182,7 +147,7 @@ class LayerNormMLP(NormModule):
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(mode, how, tp_group, "layer_norm_weight", "layer_norm_bias")
+        self._share(options.mode, options.how, tp_group)
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""
@@ -194,44 +159,6 @@ class LayerNormMLP(NormModule):
             bias = getattr(self, name)
             if bias is not None:
                 nn.init.zeros_(bias)
-
-    # ---------------------------------------------------------------- fc1 of ranks that share it
-    def _parts_of(self, key: str) -> tuple[str, ...]:
-        split = self._halves and key in gated_halves.KEYS
-        return gated_halves.names_of(key) if split else super()._parts_of(key)
-
-    def _whole(self, key: str) -> Any:
-        split = self._halves and key in gated_halves.KEYS
-        return gated_halves.joined(self, key) if split else super()._whole(key)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """nn.Module's. torch.distributed.checkpoint.state_dict asks every module alone (recurse is
-        False) for what it is to fill with values of another rank, and finds what is loaded."""
-        yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        if self._halves and not recurse:
-            for key, blank in gated_halves.blanks(self):
-                yield f"{prefix}.{key}" if prefix else key, blank
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._halves:
-            gated_halves.save(self, destination, prefix)
-
-    def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
-        if self._halves:
-            gated_halves.load(self, state_dict, prefix, error_msgs)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], *others: Any,
-    ) -> None:  # fmt: skip
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, *others
-        )
-        if self._halves:
-            gated_halves.missing(self, prefix, missing_keys)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., hidden_size] -> [..., hidden_size]; then fc2_bias under `return_bias`, then the
@@ -252,10 +179,9 @@ class LayerNormMLP(NormModule):
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
-        if isinstance(inp, Proxy):
-            return self._as_leaf(inp, is_first_microbatch=is_first_microbatch)
-        saves = self.checkpoint and torch.is_grad_enabled() and not node.active()
-        if saves and not self._is_spread(inp):  # there the layer of this rank does it
+        saves = self.checkpoint and torch.is_grad_enabled() and not isinstance(inp, Proxy)
+        # Of several ranks the layer of each does it.
+        if saves and not (node.active() or self._is_spread(inp)):
             # It draws no random numbers, so there are none to draw again.
             return checkpoint(
                 self._forward, inp, is_first_microbatch, use_reentrant=False,
@@ -263,120 +189,82 @@ class LayerNormMLP(NormModule):
             )  # fmt: skip
         return self._forward(inp, is_first_microbatch)
 
-    def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        routed, tracing = self.fuse_wgrad_accumulation or self.delay_wgrad_compute, is_tracing()
-        if routed and tracing:
-            return gradients.untraced(self.forward, inp, is_first_microbatch)
-        if self._is_spread(inp):
-            return self._run_spread(inp, is_first_microbatch)
-        settings = self._settings()
-        if settings is not None and node.active():
-            made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
-            if made is not None:
-                return made
-        frozen = self._frozen
-        dropped = frozen is not None and frozen.dropped
-        if dropped and settings is not None:
-            settings = on_codes(settings)
-        norm_weight, norm_bias, w1, b1, w2, fc2_bias = self._held(*_NAMES)
-        if self._halves:
-            w1, b1 = (gated_halves.joined(self, key) for key in gated_halves.KEYS)
-        b2 = None if self.return_bias else fc2_bias
-        sinks = self._sinks(is_first_microbatch) if routed and not dropped else (None, None)
-        z: Tensor | None
+    def _forward(self, inp: Tensor, first: bool | None) -> Any:
+        settings, made = self._enter(inp, first)
         if settings is None:
-            z = self._plain_norm(inp)
-            h = self._plain_linear(z, w1, b1, sinks[0])
-            out = self._plain_linear(activations.plain(h, self._act), w2, b2, sinks[1])
-        else:
-            hidden, ffn = self.hidden_size, self.ffn_hidden_size
-            rows = 2 * ffn if self._act.gated else ffn
-            usual = not dropped and self._are_usual(inp, hidden, (
-                (norm_weight, None if self.normalization is None else (hidden,)),
-                (norm_bias, None if norm_bias is None else (hidden,)),
-                (w1, (rows, hidden)), (b1, None if b1 is None else (rows,)),
-                (w2, (hidden, ffn)), (b2, None if b2 is None else (hidden,)),
-            ))  # fmt: skip
-            if not usual:
-                self._check(inp, "hidden_size", norm_weight, norm_bias)
-                self._check_layers(inp.device, w1, b1, w2, b2)
-            tag = self._tag_now() if tracing or self._tag < 0 else self._tag
-            tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
-            need_dz = needs_gradient(inp, norm_weight, norm_bias)
-            need_dh = need_dz or needs_gradient(w1, b1)
-            kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
-            few = None
-            plain = not (need_dh or needs_gradient(b2))
-            as_is = frozen is not None and self._is_weight_only()
-            stands = frozen is not None or is_first_microbatch is not None or tracing
-            if plain and tracing:
-                few = self._run_few(inp, (b1, b2), kept, settings, tags)
-            if few is None and not as_is and (stands or self._gathered is not None):
-                how = settings, is_first_microbatch, inp.device
-                kept = (
-                    self._kept_or_dropped("fc1_weight", *how, (need_dz, not plain)),
-                    self._kept_or_dropped("fc2_weight", *how, (need_dh, not plain)),
-                )
-            if plain and not tracing:
-                few = self._run_few(inp, (b1, b2), kept, settings, tags)
-            if few is not None:
-                out, z = few
-            elif as_is:
-                out, z = self._run_weight_only(inp, b1, b2, tags)
-            else:
-                return_z = self.return_layernorm_output
-                out, z = layernorm_mlp(
-                    inp, norm_weight, norm_bias, w1, b1, w2, b2,
-                    Weights(kept, sinks),
-                    Call(self._step(inp), self._act, settings, return_z, tags, self._tokens),
-                )  # fmt: skip
-        extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()
-        extra += (z,) if self.return_layernorm_output else ()
-        return (out, *extra) if extra else out
+            return made
+        source = self._source
+        norm_weight, norm_bias, w1, b1, w2, bias = self._all_parameters()
+        b2 = None if self.return_bias else bias
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        rows = 2 * ffn if self._act.gated else ffn
+        usual = self._are_usual(inp, hidden, (
+            (norm_weight, None if self.normalization is None else (hidden,)),
+            (norm_bias, None if norm_bias is None else (hidden,)),
+            (w1, (rows, hidden)), (b1, None if b1 is None else (rows,)),
+            (w2, (hidden, ffn)), (b2, None if b2 is None else (hidden,)),
+        ))  # fmt: skip
+        if not usual:
+            self._check(inp, "hidden_size", norm_weight, norm_bias)
+            self._check_layers(inp.device, w1, b1, w2, b2)
+        tag = self._tag_now() if is_tracing() or self._tag < 0 else self._tag
+        tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
+        need_dz = needs_gradient(inp, norm_weight, norm_bias)
+        need_dh = need_dz or needs_gradient(w1, b1)
+        plain = not (need_dh or needs_gradient(b2))
+        needs = {"fc1_weight": need_dz, "fc2_weight": need_dh}
+        one, two = source.prepared(self, needs, inp, settings, first, plain)
+        if one.product is not None:
+            made = self._few(inp, (b1, b2), (one.product, two.product), tags)
+            if made is not None:
+                return self._returned(made[0], bias, made[1])
+        sinks: Any = None, None
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            queue = self._queue_of_both()
+            sinks = tuple([
+                source.grad_target(self, self._gradients_of(key, weight), first, queue)
+                for key, weight in zip(needs, (w1, w2), strict=True)
+            ])  # fmt: skip
+        return_z, step = self.return_layernorm_output, self._step(inp)
+        call = Call(step, self._act, one.settings, return_z, tags, self._tokens)
+        parameters = Parameters(norm_weight, norm_bias, w1, b1, w2, b2)
+        out, z = run_layer(inp, parameters, Weights((one.kept, two.kept), sinks), call)
+        return self._returned(out, bias, z) if return_z or self.return_bias else out
 
-    def _run_few(
-        self, inp: Tensor, biases: tuple[Tensor | None, Tensor | None],
-        kept: tuple[KeptWeight | None, KeptWeight | None], settings: Settings,
+    def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
+        _, _, w1, b1, w2, bias = self._all_parameters()
+        b2 = None if self.return_bias else bias
+        queue = self._queue_of_both()
+        z = self._plain_norm(inp)
+        h = self._plain_linear(z, "fc1_weight", w1, b1, first, queue)
+        a = activations.plain(h, self._act)
+        out = self._plain_linear(a, "fc2_weight", w2, b2, first, queue)
+        return self._returned(out, bias, z)
+
+    def _queue_of_both(self) -> Queue | None:
+        queue = self._wgrad_queue()
+        both: Any = None if queue is None else Together(queue)
+        return both
+
+    def _few(
+        self, inp: Tensor, biases: tuple[Tensor | None, Tensor | None], products: tuple[Any, Any],
         tags: tuple[int, int],
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """The result and z where a kernel for few rows takes both products, without autograd. An
-        activation that is not gated runs inside of the first."""
-        act, dtype = self._act, output_dtype(inp)
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        rows = 2 * ffn if act.gated else ffn
-        one: Any
-        two: Any
-        if is_tracing():
-            one = self._ready_traced("fc1_weight", inp, settings)
-            two = self._ready_traced("fc2_weight", inp, settings)
-        else:
-            one = self._ready("fc1_weight", kept[0], (rows, hidden), inp, settings)
-            two = one and self._ready("fc2_weight", kept[1], (hidden, ffn), inp, settings)
-        if one is None or two is None:
-            return None
-        if isinstance(one, Traced):
-            one, two = one.together(two)
+        """The result and z where there are products of few rows, without quantized steps. An
+        activation that is not gated runs inside of the first, where that quantizes."""
+        (one, two), act, dtype = products, self._act, output_dtype(inp)
         z, beside = self._few_normalized(inp, one)
-        as_is = self._is_weight_only()
-        inside = None if act.gated or as_is else act.name
-        h = one.run(z, biases[0], dtype, tags[0], act=inside, **beside)
+        if one.as_is:
+            h = one.run(z, biases[0], dtype, tags[0])
+            return two.run(activations.plain(h, act), biases[1], dtype, tags[1]), z
+        h = one.run(z, biases[0], dtype, tags[0], act=None if act.gated else act.name, **beside)
         if h is None:
             return None
-        if act.gated and not as_is:
+        if act.gated:
             y = run_gated(two, [h], act, biases[1], tags[1])
         else:
-            a = activations.plain(h, act) if as_is else h
-            y = two.run(a, biases[1], dtype, tags[1])
+            y = two.run(h, biases[1], dtype, tags[1])
         return None if y is None else (y, z)
-
-    def _run_weight_only(
-        self, inp: Tensor, b1: Tensor | None, b2: Tensor | None, tags: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """The result and z."""
-        z, dtype = self._normalized(inp), output_dtype(inp)
-        h = weight_only.linear(z, self._dropped_operand("fc1_weight"), b1, dtype, tags[0])
-        a, w2 = activations.plain(h, self._act), self._dropped_operand("fc2_weight")
-        return weight_only.linear(a, w2, b2, dtype, tags[1]), z
 
     def _check_layers(
         self, device: torch.device, w1: Tensor | None, b1: Tensor | None, w2: Tensor | None,
@@ -384,20 +272,12 @@ class LayerNormMLP(NormModule):
     ) -> None:  # fmt: skip
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         rows = 2 * ffn if self._act.gated else ffn
-        if not self._is_dropped():
-            self._check_parameter("fc1_weight", w1, (rows, hidden), device)
-            self._check_parameter("fc2_weight", w2, (hidden, ffn), device)
+        self._source.check(self, "fc1_weight", w1, (rows, hidden), device)
+        self._source.check(self, "fc2_weight", w2, (hidden, ffn), device)
         if b1 is not None:
             self._check_parameter("fc1_bias", b1, (rows,), device)
         if b2 is not None:
             self._check_parameter("fc2_bias", b2, (hidden,), device)
-
-    def _sinks(self, first: bool | None) -> tuple[WeightGradient | None, WeightGradient | None]:
-        one, two = (self._held(*self._parts_of(key)) for key in self._weight_keys)
-        queue: Any = self._wgrad_queue()
-        if queue is not None:
-            queue = Together(queue)
-        return self._sink(one, first, queue), self._sink(two, first, queue)
 
     def _described(self) -> str:
         return (

@@ -9,38 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.autograd import node
-from te_mx.autograd.high_precision import HighPrecisionLinear
-from te_mx.autograd.linear import (
-    Call,
-    linear,
-    linear_on_codes,
-)
-from te_mx.autograd.linear_recipe import KeptWeight
-from te_mx.context.region import is_tracing, output_dtype
-from te_mx.nn import checks
-from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.base import MXModule
-from te_mx.nn.tensor_parallel import (
-    COLUMN,
-    ROW,
-    part,
-    ranks_of,
-    shared,
-)
-from te_mx.recipes.settings import Settings
-from te_mx.weights import (
-    decode,
-    gradients,
-    missing,
-    split,
-    traced,
-    weight_only,
-)
-from te_mx.weights.frozen import weight_of
+from te_mx.nn.tensor_parallel import COLUMN, ROW
+from te_mx.weights import missing, split
 
 
-class Linear(MXModule, nn.Linear):
+class Linear(split.SplitWeight, MXModule, nn.Linear):
     """``y = x @ weight.T + bias``, inside `te_mx.autocast` in the formats of its recipe (MXFP8 by
     default), and exactly nn.Linear outside.
 
@@ -99,12 +74,8 @@ class Linear(MXModule, nn.Linear):
     # place.
     weight: Any = missing.Weight()
     return_bias: bool = False
-    save_original_input: bool = False
-    # What made the input keeps it in eager mode (fusion/outputs.py): then this layer does, too.
-    keeps_given_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
     parallel_mode: str | None = None
-    _split: dict[str, int] | None = None  # rows of each part, by name
 
     def __init__(
         self,
@@ -128,50 +99,29 @@ class Linear(MXModule, nn.Linear):
         sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
-        owner = "te_mx.Linear"
-        refuse_constructor("Linear", transformer_engine)
-        in_features, out_features = checks.sizes(
-            owner, in_features=in_features, out_features=out_features
-        )
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-        )  # fmt: skip
-        checks.functions(owner, init_method=init_method)
-        checks.check_name(owner, name)
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
-        how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
-        out_features = part(owner, how, COLUMN, "out_features", out_features)
-        in_features = part(owner, how, ROW, "in_features", in_features)
+        options = Options("Linear", locals(), "in_features", "out_features")
+        out_features = options.part(COLUMN, "out_features", options.sizes[1])
+        in_features = options.part(ROW, "in_features", options.sizes[0])
         self.__dict__["parallel_mode"] = parallel_mode
         # nn.Linear.__init__ calls reset_parameters, which reads them.
         self.__dict__["_building"] = True
         self.__dict__["init_method"] = None if parameters_split is not None else init_method
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.return_bias = return_bias
-        self.name = name
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
+        super().__init__(in_features, out_features, bias, options.device, options.dtype)
+        options.keep(self)
         if parameters_split is not None:
-            sizes = split.split_sizes(
-                self._label(), self, parameters_split, out_features, ranks_of(how, COLUMN)
-            )
-            split.register_parts(self, sizes)
-            self._split, self.init_method = sizes, init_method
+            self._split_into(parameters_split, out_features, options.ranks(COLUMN))
             if init_method is not None:
                 self.reset_parameters()
             self._preserve_weights()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(parallel_mode, how, tp_group)
+        self._share(parallel_mode, options.how, tp_group)
         del self._building
 
     def _initialize(self) -> None:
         """nn.Linear's default initialization, then `init_method` on the weight, or on each weight
         under `parameters_split`."""
-        if self._split is not None:
-            split.reset_parts(self, self._split, self.in_features, self.init_method)
+        if self._reset_parts():
             return
         nn.Linear.reset_parameters(self)
         if self.init_method is not None:
@@ -209,139 +159,25 @@ class Linear(MXModule, nn.Linear):
                 forward-mode AD or a transform of torch.func follows `inp` or a parameter, in MXFP8
                 (one level of grad, grad_and_value or vjp may).
         """
-        if isinstance(inp, Proxy):
-            return self._as_leaf(
-                inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
-                fp8_grad=fp8_grad,
-            )  # fmt: skip
-        if fp8_output is not False or fp8_grad is not False:
+        if not (fp8_output is fp8_grad is False or isinstance(inp, Proxy)):
             refuse("Linear", "fp8_output", fp8_output)
             refuse("Linear", "fp8_grad", fp8_grad)
-        tracing = is_tracing()
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if tracing and routed:
-            return gradients.untraced(self.forward, inp, is_first_microbatch)
-        if self._is_spread(inp):
-            return self._run_spread(inp, is_first_microbatch)
-        settings = self._settings()
+        settings, made = self._enter(inp, is_first_microbatch)
         if settings is None:
-            return self._high_precision(inp, is_first_microbatch)
-        if node.active():
-            made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
-            if made is not None:
-                return made
-        frozen, first = self._frozen, is_first_microbatch
-        if frozen is not None and frozen.dropped:
-            return self._run_dropped(inp, settings)
-        weight, bias = self._weight_and_bias()
-        added = None if self.return_bias else bias
-        self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
-        if tracing and frozen is not None:
-            given = "weight", inp, added, settings, output_dtype(inp)
-            made = traced.traced(self, *given)
-            if made is None:
-                made = traced.many_rows(self, *given)
-            if made is not None:
-                return (made, bias) if self.return_bias else made
-        kept = None
-        if frozen is not None or first is not None or self._gathered is not None:
-            need_dx = torch.is_grad_enabled() and inp.requires_grad
-            kept = self._kept_weight("weight", first, settings, inp.device, need_dx)
-        tag = self._tag_now() if tracing or self._tag < 0 else self._tag
-        if kept is not None and frozen is not None and self._is_few(inp):
-            few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
-            out = decode.linear(inp, few, added, settings, output_dtype(inp), tag)
-            if out is not None:
-                return (out, bias) if self.return_bias else out
-        sink = None
-        if routed:
-            queue = self._wgrad_queue() if self.delay_wgrad_compute else None
-            parts = [weight] if self._split is None else self._parts(weight)
-            sink = self._sink(parts, first, queue)
-        save_x = self.save_original_input or (self.keeps_given_input and not tracing)
-        lent = self._lent
-        call = Call(settings, output_dtype(inp), tag, kept, save_x, sink, self._tokens, lent)
-        out = linear(inp, weight if lent is None else lent.parameter, added, call)
-        return (out, bias) if self.return_bias else out
-
-    def _on_codes(self, inp: Tensor, kept: KeptWeight) -> Any:
-        """The forward where codes stand in for the weight in this call and nothing else is
-        unusual."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        added = None if self.return_bias else bias
-        self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
-        save_x = self.save_original_input or self.keeps_given_input
-        call = Call(kept.settings, output_dtype(inp), self._tag_now(), kept, save_x)
-        out = linear(inp, weight, added, call)  # type: ignore[arg-type]
+            return made
+        weight, bias, added = self._checked(inp)
+        source = self._source
+        out = source.linear(self, inp, weight, added, settings, is_first_microbatch)
         return (out, bias) if self.return_bias else out
 
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        weight: Tensor = self.weight if self._split is None else self.whole_weight()
-        bias = self.bias if self._split is None else self.whole_bias()
+        weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
-        sink = None
-        if self._routed():
-            sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
-        if sink is None:
-            out = nn.functional.linear(inp, weight, added)
-        else:
-            out = HighPrecisionLinear.apply(inp, weight, added, sink)
+        out = self._plain_linear(inp, "weight", weight, added, is_first_microbatch)
         return (out, bias) if self.return_bias else out
-
-    # ---------------------------------------------------------------- weights and their gradients
-    def whole_weight(self) -> Tensor:
-        """The weight [out_features, in_features], also where it is split or parametrized."""
-        if self._split is None:
-            return self.weight
-        return split.joined(self, self._split, "weight")  # type: ignore[return-value]
-
-    def whole_bias(self) -> Tensor | None:
-        """The bias [out_features], also where it is split."""
-        return self.bias if self._split is None else split.joined(self, self._split, "bias")
-
-    def _parts(self, weight: Tensor) -> list[Tensor]:
-        """The parameters that get the gradient of the weight."""
-        return [weight] if self._split is None else split.parts(self, self._split, "weight")
-
-    def _run_dropped(self, inp: Tensor, settings: Settings) -> Any:
-        self._check_shape(inp, "in_features", self.in_features)
-        self._check_kind(inp)
-        bias = self.whole_bias()
-        added = None if self.return_bias else bias
-        self._refuse_given()
-        self._check_codes(self._weight_keys, inp.device)
-        if added is not None:
-            self._check_parameter("bias", added, (self.out_features,), inp.device)
-        row = self._dropped_operand("weight")
-        dtype, tag = output_dtype(inp), self._tag_now()
-        out, as_is = None, self._is_weight_only()
-        if is_tracing():
-            out = traced.traced(self, "weight", inp, added, settings, dtype)
-        elif self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
-            few = weight_of(self, "weight", None, (row.rows, row.k))
-            given = None if as_is else settings
-            out = decode.linear(inp, few, added, given, dtype, tag)
-        if out is None and as_is:
-            out = weight_only.linear(inp, row, added, dtype, tag)
-        elif out is None:
-            call = Call(settings, dtype, tag, tokens=self._tokens)
-            out = linear_on_codes(inp, row, added, call)
-        return (out, bias) if self.return_bias else out
-
-    # -------------------------------------------------------------------------- kernels of few rows
-    def _is_few(self, inp: Tensor) -> bool:
-        """Whether a kernel for few rows may be asked; compiled code does so when it runs."""
-        if is_tracing() or self._tokens is not None:
-            return False
-        return decode.is_few(inp, self.in_features)
-
-    def _whole(self, key: str) -> Tensor:
-        return self.whole_weight()
 
     # ----------------------------------------------------------------------------- checks and names
     def _described(self) -> str:
         bias = self.whole_bias() is not None
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
-        if self._split is not None:
-            shown += f", parameters_split={self._split}"
-        return shown
+        return shown + self._split_repr()

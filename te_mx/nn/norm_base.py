@@ -14,28 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from te_mx.autograd.grad_target import Queue, WeightGradient
-from te_mx.autograd.high_precision import HighPrecisionLinear
-from te_mx.autograd.linear_recipe import KeptWeight
+from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.norm import NormStep, normalized
 from te_mx.autograd.saved import flatten
-from te_mx.context.region import (
-    backward_pass_id,
-    is_tracing,
-    output_dtype,
-)
+from te_mx.context.region import backward_pass_id, output_dtype
 from te_mx.dispatch.fused import NORMS, Norm, Target
-from te_mx.nn import checks
 from te_mx.nn.base import MXModule
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
-from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import (
     check_number,
     is_one_of,
     shown,
 )
-from te_mx.weights import frozen, traced
-from te_mx.weights.decode import Ready
 
 NARROW = torch.bfloat16, torch.float16
 
@@ -74,6 +64,8 @@ class NormModule(MXModule, nn.Module):
     _norms: tuple[str | None, ...] = NORMS
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
+    return_bias: bool
+    return_layernorm_output: bool
 
     def _start(
         self,
@@ -81,7 +73,6 @@ class NormModule(MXModule, nn.Module):
         eps: float,
         normalization: str | None,
         zero_centered_gamma: bool,
-        name: str | None,
     ) -> None:
         """Attributes of the normalization; called before the parameters are made."""
         owner = f"te_mx.{type(self).__name__}"
@@ -90,14 +81,11 @@ class NormModule(MXModule, nn.Module):
                 f"{owner}: normalization must be one of {', '.join(map(repr, self._norms))}, got "
                 f"{shown(normalization)}"
             )
-        checks.flags(owner, zero_centered_gamma=zero_centered_gamma)
-        checks.check_name(owner, name)
         self.eps = check_number(f"{owner}: eps", eps)
         if self.eps < 0:
             raise ValueError(f"{owner}: eps must be 0 or more, got {self.eps}")
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
-        self.name = name
         self._size = size
 
     def _norm_parameters(self, device: Any, dtype: torch.dtype | None) -> None:
@@ -150,33 +138,10 @@ class NormModule(MXModule, nn.Module):
         target = Target("", "", DEFAULT_SETTINGS.scale_rule)
         return normalized(inp, weight, bias, step, target)
 
-    @staticmethod
-    def _plain_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradient | None
-    ) -> Tensor:
-        if sink is None:
-            return nn.functional.linear(x, weight, bias)
-        return HighPrecisionLinear.apply(x, weight, bias, sink)
-
-    def _kept_or_dropped(
-        self, key: str, settings: Settings, first: bool | None, device: torch.device,
-        need: tuple[bool, bool],
-    ) -> KeptWeight | None:  # fmt: skip
-        """What stands in for a weight, and for one without a master what there is of it. need:
-        gradients of what it multiplies, and any at all."""
-        need_dx, needs_any = need
-        if self._is_dropped():
-            return KeptWeight(settings, self._dropped_operand(key), None)
-        if is_tracing() and not needs_any and (made := traced.kept(self, key, settings)):
-            return made
-        return self._kept_weight(key, first, settings, device, need_dx)
-
-    def _few_normalized(
-        self, inp: Tensor, few: Ready | traced.Traced
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _few_normalized(self, inp: Tensor, few: Any) -> tuple[Tensor, dict[str, Any]]:
         """The normalized input of a product of few rows, and what that may read beside it: the same
         quantized, in a graph of any number of rows."""
-        target = None if isinstance(few, Ready) else few.target(inp.device)
+        target = few.target(inp.device)
         if target is None:
             return self._normalized(inp), {}
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
@@ -184,22 +149,10 @@ class NormModule(MXModule, nn.Module):
         assert made.z is not None
         return made.z.view(inp.shape), {"row": made.quantized.row}
 
-    def _ready_traced(self, key: str, inp: Tensor, settings: Settings) -> traced.Traced | None:
-        """As `_ready`, in code that is being compiled; None elsewhere."""
-        if not is_tracing():
-            return None
-        return traced.ready(self, key, inp, output_dtype(inp), settings, multiplies=True)
-
-    def _ready(
-        self, key: str, kept: KeptWeight | None, size: tuple[int, int], inp: Tensor,
-        settings: Settings,
-    ) -> Ready | None:  # fmt: skip
-        """A kernel for few rows of the normalized input, or of what is made of it, times a frozen
-        weight [n, k]; None where there is none."""
-        if self._tokens is not None:
-            return None
-        given = None if self._is_weight_only() else settings
-        return frozen.ready_weight(self, key, kept, size, inp, output_dtype(inp), given)
+    def _returned(self, out: Tensor, bias: Tensor | None, z: Tensor | None) -> Any:
+        extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
+        extra += (z,) if self.return_layernorm_output else ()
+        return (out, *extra) if extra else out
 
     # ----------------------------------------------------------------------------- checks and names
     def _check(
@@ -214,9 +167,6 @@ class NormModule(MXModule, nn.Module):
             self._check_parameter("layer_norm_weight", weight, (size,), device)
         if bias is not None:
             self._check_parameter("layer_norm_bias", bias, (size,), device)
-        if self._is_dropped():
-            self._check_codes(self._weight_keys, device)
-            self._refuse_given()
 
     def _norm_repr(self) -> str:
         shown = f"eps={self.eps}, normalization={self.normalization!r}"

@@ -1,10 +1,11 @@
-"""Transformer Engine's arguments for layers that a process group shares: tp_group, tp_size,
-parallel_mode, sequence_parallel and set_tensor_parallel_group. Parameters are what this rank has;
-te_mx/distributed/groups.py runs the layer.
+"""How ranks share a layer, as DTensors or with a process group, and Transformer Engine's arguments
+of the latter: tp_group, tp_size, parallel_mode, sequence_parallel and set_tensor_parallel_group.
+Then parameters are what this rank has; te_mx/distributed/groups.py runs the layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,23 @@ from te_mx.runtime.arguments import (
     shown,
 )
 
-COLUMN, ROW, BOTH = "column", "row", "both"
+COLUMN, ROW, BOTH, EXPERTS = "column", "row", "both", "experts"
+SIZES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}  # that ranks share
+NORM = ("layer_norm_weight", "layer_norm_bias")
+
+
+def cut_of(mode: str, name: str, stacked: bool = False) -> int | None:
+    """The dimension of a parameter that ranks share, None for one that each of them has. stacked:
+    it is that of several groups, along dimension 0."""
+    row = name.startswith("fc2_") if mode == BOTH else mode == ROW
+    if name in NORM or (row and name.rpartition("_")[2].startswith("bias")):
+        return None
+    return 0 if mode == EXPERTS else int(row) + stacked
+
+
+def biases_of_sum(names: Iterable[str], modes: Sequence[str]) -> tuple[str, ...]:
+    """Of the parameters of a layer the biases of a sum over the ranks: one of them adds these."""
+    return tuple(n for n in names if n not in NORM and None in [cut_of(m, n) for m in modes])
 
 
 class Shared(NamedTuple):
@@ -55,14 +72,13 @@ def part(owner: str, how: Shared | None, mode: str, name: str, size: int) -> int
 
     Raises ValueError where ranks would have parts of different sizes.
     """
-    if how is None or how.mode != mode:
-        return size
-    if size % how.size:
+    ranks = ranks_of(how, mode)
+    if size % ranks:
         raise ValueError(
-            f"{owner}: {name}={size} must divide by tp_size={how.size}; pad it to "
-            f"{-(-size // how.size) * how.size}"
+            f"{owner}: {name}={size} must divide by tp_size={ranks}; pad it to "
+            f"{-(-size // ranks) * ranks}"
         )
-    return size // how.size
+    return size // ranks
 
 
 def ranks_of(how: Shared | None, mode: str) -> int:
@@ -102,22 +118,11 @@ class TensorParallelGroup(Marked):
     sequence_parallel: bool = False
     _shared: Shared | None = None
     _tp_group: Any = None  # no copy of the module has it
-    _on_every_rank: tuple[str, ...] = ()  # names of parameters
-    _cut: dict[str, int] | None = None  # names of others, and the dimension that ranks share
+    _mode: str | None = None  # counts for one rank, too: marks are Transformer Engine's
 
-    def _share(self, mode: str | None, how: Shared | None, tp_group: Any, *norm: str) -> None:
-        """Called by a constructor, when the parameters are there; `norm` are the names of those of
-        a normalization. A mode counts for one rank, too: marks are Transformer Engine's."""
-        if mode is None:
-            return
-        weights, biases = (self._parts_of(kind) for kind in ("weight", "bias"))  # type: ignore[attr-defined]
-        if mode == COLUMN:
-            self._cut, self._on_every_rank = dict.fromkeys(weights + biases, 0), norm
-        elif mode == ROW:
-            self._cut, self._on_every_rank = dict.fromkeys(weights, 1), (*norm, *biases)
-        else:
-            self._cut = {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1}
-            self._on_every_rank = *norm, "fc2_bias"
+    def _share(self, mode: str | None, how: Shared | None, tp_group: Any) -> None:
+        """Called by a constructor, when the parameters are there."""
+        self._mode = mode
         if how is not None:
             self._shared, self.tp_size, self.sequence_parallel = how, how.size, how.sequence
             self.__dict__["_tp_group"] = tp_group
@@ -128,14 +133,15 @@ class TensorParallelGroup(Marked):
         sum over the group, and what each rank has a part of. New and copied parameters have none
         of them."""
         self._mark_delayed()  # type: ignore[attr-defined]
-        if self._cut is None:
+        if self._mode is None:
             return
         parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        for name in self._on_every_rank:
-            if parameters.get(name) is not None:
-                parameters[name].sequence_parallel = self.sequence_parallel
-        for name, dim in self._cut.items():
-            if (parameter := parameters.get(name)) is not None:
+        for name, parameter in parameters.items():
+            if parameter is None:
+                continue
+            if (dim := cut_of(self._mode, name)) is None:
+                parameter.sequence_parallel = self.sequence_parallel
+            else:
                 parameter.tensor_model_parallel, parameter.partition_dim = True, dim
                 parameter.partition_stride = 1
 

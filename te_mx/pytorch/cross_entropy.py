@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.groups import readable
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    is_dense,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, is_dense, shown
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -74,36 +69,25 @@ def parallel_cross_entropy(
         raise TypeError(f"{owner}: ignore_idx must be an int, got {shown(ignore_idx)}")
     if abs(ignore_idx) >= 1 << 62:
         raise ValueError(f"{owner}: ignore_idx must be an int of 64 bits, got {shown(ignore_idx)}")
-    group = _checked_group(owner, dist_process_group)
+    group, total = dist_process_group, inp.shape[-1]
+    if group is not None:
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"{owner}: dist_process_group must be a ProcessGroup or None, got {shown(group)}"
+            )
+        total *= group.size()
+        group = group if group.size() > 1 else None
     words = target.reshape(-1)
     counted = words != ignore_idx
-    _check_words(owner, words, counted, inp.shape[-1] * (1 if group is None else group.size()))
+    if readable(words):
+        outside = words[counted & ((words < 0) | (words >= total))]
+        if len(outside):
+            got = int(outside[0])
+            raise ValueError(f"{owner}: target must be 0 to {total - 1}, or ignore_idx, got {got}")
     losses = _CrossEntropy.apply(inp.flatten(0, 1), words, counted, smoothing, group)
     if reduce_loss:
         return losses.sum() / counted.sum()
     return losses.view(inp.shape[:2])
-
-
-def _check_words(owner: str, words: Tensor, counted: Tensor, total: int) -> None:
-    """Raise ValueError for targets out of range, where the host may look at them."""
-    if not readable(words):
-        return
-    outside = words[counted & ((words < 0) | (words >= total))]
-    if len(outside):
-        raise ValueError(
-            f"{owner}: target must be 0 to {total - 1}, or ignore_idx, got {int(outside[0])}"
-        )
-
-
-def _checked_group(owner: str, group: Any) -> Any:
-    """A group of more than one process, or None."""
-    if group is None:
-        return None
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"{owner}: dist_process_group must be a ProcessGroup or None, got {shown(group)}"
-        )
-    return group if group.size() > 1 else None
 
 
 class _CrossEntropy(torch.autograd.Function):

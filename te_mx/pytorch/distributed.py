@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torchs
 
-from te_mx.runtime.arguments import check_flag, shown
+from te_mx.runtime.arguments import check_default, check_flag, shown
 
 __all__ = ["checkpoint"]
 
@@ -38,12 +38,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ("get_rng_state_tracker", None, "torch restores its own generators"),
         ("tp_group", None, "it is of distribute_saved_activations"),
     ):
-        value = kwargs.pop(name, default)
-        if value is not default:
-            raise NotImplementedError(
-                f"checkpoint: {name}={shown(value)} is not supported: {reason}; leave it at "
-                f"{default!r}"
-            )
+        check_default(f"checkpoint: {name}", kwargs.pop(name, default), default, reason)
     reentrant = kwargs.pop("use_reentrant", True)
     check_flag("checkpoint: use_reentrant", reentrant)
     how = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}

@@ -8,7 +8,7 @@ from typing import Any
 from te_mx.api.cuda_graphs import make_graphed_callables as captured
 from te_mx.context.region import autocast
 from te_mx.recipe import get_default_recipe
-from te_mx.runtime.arguments import check_flag, shown
+from te_mx.runtime.arguments import check_default, check_flag
 
 __all__ = ["make_graphed_callables"]
 
@@ -73,10 +73,7 @@ def make_graphed_callables(
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}")
         harmless, reason = _ABSENT[name]
         if not any(value is one for one in harmless):
-            raise NotImplementedError(
-                f"{owner}: {name}={shown(value)} is not supported: {reason}; leave it at "
-                f"{harmless[0]!r}"
-            )
+            check_default(f"{owner}: {name}", value, harmless[0], reason)
     if enabled and recipe is None:
         recipe = get_default_recipe()
     with nullcontext() if enabled else autocast(enabled=False):

@@ -8,24 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_mx.runtime.arguments import check_size, shown
-from te_mx.te.modules import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-)
+from te_mx.te.modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.te.norms import LayerNorm, RMSNorm
 
 __all__ = [
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "RMSNorm",
-]
+    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
+    "Linear", "RMSNorm",
+]  # fmt: skip
 
 
 class Fp8Padding(nn.Module):

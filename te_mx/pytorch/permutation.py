@@ -12,21 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.runtime.arguments import (
-    check_size,
-    is_dense,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_one_of, check_place, check_size, is_dense, shown
 
 __all__ = [
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-]
+    "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute",
+]  # fmt: skip
 
 
 def moe_permute(
@@ -51,8 +42,8 @@ def moe_permute(
         TypeError, ValueError: an argument of a wrong type, value or shape, by name.
     """
     owner = "moe_permute"
-    _words(owner, map_type)
-    _tokens(owner, "inp", inp)
+    check_one_of(f"{owner}: map_type", map_type, ("mask", "index"))
+    _tokens(owner, inp)
     _integers(owner, "routing_map", routing_map, inp, map_type == "mask")
     rows = check_size(f"{owner}: num_out_tokens", num_out_tokens)
     if type(max_token_num) is not int:
@@ -66,8 +57,7 @@ def moe_permute(
         where = torch.empty_like(order)
         where[order] = torch.arange(len(order), device=order.device)
         where = where.view(routing_map.shape)
-    _affordable(owner, rows)
-    where = torch.where(where < rows, where, -1)
+    where = _within(owner, where, rows)
     return _gathered(inp, where, rows), where.int()
 
 
@@ -84,13 +74,11 @@ def moe_permute_with_probs(
         TypeError, ValueError: an argument of a wrong type, value or shape, by name.
     """
     owner = "moe_permute_with_probs"
-    _tokens(owner, "inp", inp)
+    _tokens(owner, inp)
     _integers(owner, "routing_map", routing_map, inp, True)
-    _probabilities(owner, "probs", probs, routing_map)
+    _floats(owner, "probs", probs, routing_map.shape, inp)
     rows = check_size(f"{owner}: num_out_tokens", num_out_tokens)
-    _affordable(owner, rows)
-    where = _mask_rows(routing_map)
-    where = torch.where(where < rows, where, -1)
+    where = _within(owner, _mask_rows(routing_map), rows)
     return _gathered(inp, where, rows), _gathered_pairs(probs, where, rows), where.int()
 
 
@@ -112,9 +100,9 @@ def moe_permute_and_pad_with_probs(
         TypeError, ValueError: an argument of a wrong type, value or shape, by name.
     """
     owner = "moe_permute_and_pad_with_probs"
-    _tokens(owner, "inp", inp)
+    _tokens(owner, inp)
     _integers(owner, "routing_map", routing_map, inp, True)
-    _probabilities(owner, "probs", probs, routing_map)
+    _floats(owner, "probs", probs, routing_map.shape, inp)
     align = check_size(f"{owner}: align_size", align_size, 1)
     if align >= 1 << 31:
         raise ValueError(f"{owner}: align_size must be less than 2^31, got {align}")
@@ -123,12 +111,10 @@ def moe_permute_and_pad_with_probs(
     counts = tokens_per_expert.to(inp.device).long()
     padded = (counts + align - 1) // align * align
     rows = int(padded.sum())
-    _affordable(owner, rows)
     before = (padded - counts).cumsum(0) - (padded - counts)
     offsets = None if torch.equal(padded, counts) else before
     where = _mask_rows(routing_map)
-    shifted = torch.where(where >= 0, where + before, -1)
-    shifted = torch.where(shifted < rows, shifted, -1)
+    shifted = _within(owner, torch.where(where >= 0, where + before, -1), rows)
     tokens, picked = _gathered(inp, shifted, rows), _gathered_pairs(probs, shifted, rows)
     return tokens, picked, where.int(), offsets, padded
 
@@ -156,22 +142,19 @@ def moe_unpermute(
             of the probabilities.
     """
     owner = "moe_unpermute"
-    _words(owner, map_type)
-    _tokens(owner, "inp", inp)
+    check_one_of(f"{owner}: map_type", map_type, ("mask", "index"))
+    _tokens(owner, inp)
     if not isinstance(row_id_map, Tensor) or row_id_map.dtype != torch.int32:
         raise TypeError(
             f"{owner}: row_id_map must be what moe_permute returned, got {shown(row_id_map)}"
         )
     _integers(owner, "row_id_map", row_id_map, None, False)
-    if row_id_map.device != inp.device:
-        raise ValueError(f"{owner}: row_id_map is on {row_id_map.device}, inp on {inp.device}")
-    if probs is not None:
-        if merging_probs is not None:
-            raise ValueError(f"{owner}: probs is the older name of merging_probs, give one")
-        _probabilities(owner, "probs", probs, row_id_map)
-        merging_probs = probs
-    elif merging_probs is not None:
-        _probabilities(owner, "merging_probs", merging_probs, row_id_map)
+    check_place(f"{owner}: row_id_map", row_id_map, inp.device)
+    if probs is not None and merging_probs is not None:
+        raise ValueError(f"{owner}: probs is the older name of merging_probs, give one")
+    name, weights = ("merging_probs", merging_probs) if probs is None else ("probs", probs)
+    if weights is not None:
+        _floats(owner, name, weights, row_id_map.shape, inp)
     tokens, hidden = row_id_map.shape[0], inp.shape[1]
     if restore_shape is not None and (
         not isinstance(restore_shape, tuple | list) or tuple(restore_shape) != (tokens, hidden)
@@ -184,15 +167,10 @@ def moe_unpermute(
     if pad_offsets is not None:
         _vector(owner, "pad_offsets", pad_offsets, row_id_map.shape[1])
         where = torch.where(where >= 0, where + pad_offsets.to(where), -1)
-    columns = where.shape[1]
-    there = (where >= 0) & (where < len(inp))
-    row = torch.where(there, where, len(inp)).reshape(-1)  # the last one is nowhere
-    pair_of_row = torch.full((len(inp) + 1,), -1, device=inp.device, dtype=torch.long)
-    pair_of_row[row] = torch.arange(len(row), device=inp.device)
-    pair = pair_of_row[:-1]
+    columns, pair = where.shape[1], _pairs(torch.where(where < len(inp), where, -1), len(inp))
     values = inp.float()
-    if merging_probs is not None:
-        flat = merging_probs.float().reshape(-1)
+    if weights is not None:
+        flat = weights.float().reshape(-1)
         # A row that is no token's has no probability either.
         values = values * torch.cat((flat, flat.new_zeros(1)))[pair].unsqueeze(1)
     token = torch.where(pair >= 0, pair // max(columns, 1), tokens)
@@ -228,10 +206,7 @@ def moe_sort_chunks_by_index_with_probs(
     """
     owner = "moe_sort_chunks_by_index_with_probs"
     order = _chunk_order(owner, inp, split_sizes, sorted_index)
-    if not isinstance(probs, Tensor) or not is_dense(probs) or not probs.is_floating_point():
-        raise TypeError(f"{owner}: probs must be a dense tensor of floats, got {shown(probs)}")
-    if probs.shape != inp.shape[:1] or probs.device != inp.device:
-        raise ValueError(f"{owner}: probs must be [{len(inp)}] on {inp.device}, got {shown(probs)}")
+    _floats(owner, "probs", probs, inp.shape[:1], inp)
     return inp.index_select(0, order), probs.index_select(0, order)
 
 
@@ -243,34 +218,39 @@ def _mask_rows(mask: Tensor) -> Tensor:
     return torch.where(on, on.reshape(-1).cumsum(0).view(on.shape) - 1, -1).T
 
 
-def _sources(where: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The pair that each of `rows` rows holds, and whether it holds one."""
-    row = torch.where(where >= 0, where, rows).reshape(-1)
+def _within(owner: str, where: Tensor, rows: int) -> Tensor:
+    """The row of each pair, -1 for those beyond `rows`."""
+    if rows >= 1 << 40:
+        raise ValueError(f"{owner}: num_out_tokens={rows} rows are more than memory holds")
+    return torch.where(where < rows, where, -1)
+
+
+def _pairs(where: Tensor, rows: int) -> Tensor:
+    """The pair that each of `rows` rows holds, -1 for none."""
+    row = torch.where(where >= 0, where, rows).reshape(-1)  # the last one is nowhere
     pair = torch.full((rows + 1,), -1, device=where.device, dtype=torch.long)
     pair[row] = torch.arange(len(row), device=where.device)
-    return pair[:rows].clamp(min=0), pair[:rows] >= 0
+    return pair[:rows]
 
 
 def _gathered(inp: Tensor, where: Tensor, rows: int) -> Tensor:
     if not where.numel():
         return torch.cat((inp[:0], inp.new_zeros(rows, inp.shape[1])))  # with inp's history
-    pair, held = _sources(where, rows)
-    taken = inp.index_select(0, pair // where.shape[1])
-    return torch.where(held.unsqueeze(1), taken, 0)
+    pair = _pairs(where, rows)
+    taken = inp.index_select(0, pair.clamp(min=0) // where.shape[1])
+    return torch.where((pair >= 0).unsqueeze(1), taken, 0)
 
 
 def _gathered_pairs(values: Tensor, where: Tensor, rows: int) -> Tensor:
     if not where.numel():
         return torch.cat((values.reshape(-1)[:0], values.new_zeros(rows)))
-    pair, held = _sources(where, rows)
-    return torch.where(held, values.reshape(-1)[pair], 0)
+    pair = _pairs(where, rows)
+    return torch.where(pair >= 0, values.reshape(-1)[pair.clamp(min=0)], 0)
 
 
 def _chunk_order(owner: str, inp: Any, split_sizes: Any, sorted_index: Any) -> Tensor:
     """The old place of each new row."""
-    _tokens(owner, "inp", inp)
-    if not isinstance(split_sizes, Tensor):
-        raise TypeError(f"{owner}: split_sizes must be a tensor of ints, got {shown(split_sizes)}")
+    _tokens(owner, inp)
     _vector(owner, "split_sizes", split_sizes, None)
     _vector(owner, "sorted_index", sorted_index, len(split_sizes))
     sizes, index = split_sizes.to(inp.device).long(), sorted_index.to(inp.device).long()
@@ -286,16 +266,20 @@ def _chunk_order(owner: str, inp: Any, split_sizes: Any, sorted_index: Any) -> T
 
 
 # ------------------------------------------------------------------------------------------ checks
-def _words(owner: str, map_type: Any) -> None:
-    if not is_one_of(map_type, ("mask", "index")):
-        raise ValueError(f"{owner}: map_type must be 'mask' or 'index', got {shown(map_type)}")
-
-
-def _tokens(owner: str, name: str, value: Any) -> None:
+def _floats(owner: str, name: str, value: Any, shape: Any = None, inp: Any = None) -> None:
+    """Raise unless a value is a dense tensor of floats, of a shape and beside inp if given."""
     if not isinstance(value, Tensor) or not is_dense(value) or not value.is_floating_point():
         raise TypeError(f"{owner}: {name} must be a dense tensor of floats, got {shown(value)}")
-    if value.dim() != 2:
-        raise ValueError(f"{owner}: {name} must be [tokens, hidden], got {shown(value)}")
+    if shape is not None and (value.shape != shape or value.device != inp.device):
+        raise ValueError(
+            f"{owner}: {name} must be {list(shape)} on {inp.device}, got {shown(value)}"
+        )
+
+
+def _tokens(owner: str, inp: Any) -> None:
+    _floats(owner, "inp", inp)
+    if inp.dim() != 2:
+        raise ValueError(f"{owner}: inp must be [tokens, hidden], got {shown(inp)}")
 
 
 def _integers(owner: str, name: str, value: Any, inp: Tensor | None, mask: bool) -> None:
@@ -308,17 +292,8 @@ def _integers(owner: str, name: str, value: Any, inp: Tensor | None, mask: bool)
     if value.dim() != 2 or (inp is not None and len(value) != len(inp)):
         tokens = "tokens" if inp is None else len(inp)
         raise ValueError(f"{owner}: {name} must be [{tokens}, ..], got {shown(value)}")
-    if inp is not None and value.device != inp.device:
-        raise ValueError(f"{owner}: {name} is on {value.device}, inp on {inp.device}; move one")
-
-
-def _probabilities(owner: str, name: str, value: Any, like: Tensor) -> None:
-    if not isinstance(value, Tensor) or not is_dense(value) or not value.is_floating_point():
-        raise TypeError(f"{owner}: {name} must be a dense tensor of floats, got {shown(value)}")
-    if value.shape != like.shape or value.device != like.device:
-        raise ValueError(
-            f"{owner}: {name} must be {list(like.shape)} on {like.device}, got {shown(value)}"
-        )
+    if inp is not None:
+        check_place(f"{owner}: {name}", value, inp.device)
 
 
 def _vector(owner: str, name: str, value: Any, size: int | None) -> None:
@@ -328,8 +303,3 @@ def _vector(owner: str, name: str, value: Any, size: int | None) -> None:
         raise ValueError(
             f"{owner}: {name} must be [{'chunks' if size is None else size}], got {shown(value)}"
         )
-
-
-def _affordable(owner: str, rows: int) -> None:
-    if rows >= 1 << 40:
-        raise ValueError(f"{owner}: num_out_tokens={rows} rows are more than memory holds")

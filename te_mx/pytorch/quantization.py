@@ -10,28 +10,16 @@ from typing import Any
 import torch
 
 from te_mx.common.recipe import RecipeWarning
-from te_mx.context.region import (
-    autocast,
-    current_recipe,
-    fp8_autocast,
-)
+from te_mx.context.region import autocast, current_recipe, fp8_autocast
 from te_mx.nn.base import preserves
 from te_mx.recipe import Recipe, get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.runtime.arguments import check_flag
 
 __all__ = [
-    "FP8GlobalStateManager",
-    "autocast",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_default_recipe",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "quantized_model_init",
-]
+    "FP8GlobalStateManager", "autocast", "fp8_autocast", "fp8_model_init", "get_default_recipe",
+    "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init",
+]  # fmt: skip
 
 
 def quantized_model_init(

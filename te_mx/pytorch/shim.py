@@ -13,24 +13,17 @@ __all__ = ["install_shim", "remove_shim"]
 
 # The release whose names te_mx answers to, see docs/transformer_engine.md.
 _VERSION = "2.20.2+te.mx"
+_ROOT = "transformer_engine"
 # Modules of Transformer Engine, and the modules of te_mx that have their names.
 _MODULES = {
-    "transformer_engine.common": "te_mx.common",
-    "transformer_engine.common.recipe": "te_mx.common.recipe",
-    "transformer_engine.pytorch": "te_mx.pytorch",
-    "transformer_engine.pytorch.attention": "te_mx.pytorch.attention",
-    "transformer_engine.pytorch.attention.rope": "te_mx.pytorch.attention.rope",
-    "transformer_engine.pytorch.cross_entropy": "te_mx.pytorch.cross_entropy",
-    "transformer_engine.pytorch.distributed": "te_mx.pytorch.distributed",
-    "transformer_engine.pytorch.fp8": "te_mx.pytorch.fp8",
-    "transformer_engine.pytorch.graph": "te_mx.pytorch.graph",
-    "transformer_engine.pytorch.module": "te_mx.pytorch.module",
-    "transformer_engine.pytorch.permutation": "te_mx.pytorch.permutation",
-    "transformer_engine.pytorch.quantization": "te_mx.pytorch.quantization",
-    "transformer_engine.pytorch.transformer": "te_mx.pytorch.transformer",
-    "transformer_engine.pytorch.utils": "te_mx.pytorch.utils",
-}
-_ROOT = "transformer_engine"
+    f"{_ROOT}.{name}": f"te_mx.{name}"
+    for name in (
+        "common", "common.recipe", "pytorch", "pytorch.attention", "pytorch.attention.rope",
+        "pytorch.cross_entropy", "pytorch.distributed", "pytorch.fp8", "pytorch.graph",
+        "pytorch.module", "pytorch.permutation", "pytorch.quantization", "pytorch.transformer",
+        "pytorch.utils",
+    )
+}  # fmt: skip
 
 
 def install_shim() -> None:

@@ -34,7 +34,7 @@ def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
     Raises:
         TypeError, ValueError: sigma is no number of 0 or more.
     """
-    return _normal(_deviation("init_method_normal", sigma))
+    return _normal(check_number("init_method_normal: sigma", sigma, 0))
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
@@ -46,14 +46,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor
     """
     owner = "scaled_init_method_normal"
     layers = check_size(f"{owner}: num_layers", num_layers, 1)
-    return _normal(_deviation(owner, sigma) / math.sqrt(2.0 * layers))
-
-
-def _deviation(owner: str, sigma: float) -> float:
-    value = check_number(f"{owner}: sigma", sigma)
-    if value < 0:
-        raise ValueError(f"{owner}: sigma must be 0 or more, got {value}")
-    return value
+    return _normal(check_number(f"{owner}: sigma", sigma, 0) / math.sqrt(2.0 * layers))
 
 
 def _normal(deviation: float) -> Callable[[Tensor], Tensor]:

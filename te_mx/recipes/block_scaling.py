@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from te_mx import formats
 from te_mx.dispatch.explain import why_no_product
-from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
+from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, format_of, settings_of
 from te_mx.runtime.arguments import shown
 
 ROLES = ("x", "w", "g")
@@ -33,6 +32,8 @@ class BlockScaling(Recipe):
         ValueError: no such format or rule, or no kernel multiplies two of the formats.
     """
 
+    _always = ROLES
+
     x: str = "mxfp8_e4m3"
     w: str = "mxfp8_e4m3"
     g: str = "mxfp8_e4m3"
@@ -47,7 +48,7 @@ class BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         for role in ROLES:
-            fmt = _format(role, getattr(self, role))
+            fmt = formats.get(format_of(f"BlockScaling.{role}", getattr(self, role)))
             if not fmt.scaling.knows(self.scale_rule):
                 raise ValueError(
                     f"BlockScaling.scale_rule must be one of {fmt.scaling.shown_rules} for "
@@ -64,25 +65,3 @@ class BlockScaling(Recipe):
                 )
 
         object.__setattr__(self, "_settings", settings_of(self, self.x, self.w, self.g))
-
-    def __repr__(self) -> str:
-        shown_fields = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if field.name in ROLES or getattr(self, field.name) != field.default
-        ]
-        return f"BlockScaling({', '.join(shown_fields)})"
-
-
-def _format(role: str, given: Any) -> formats.Format:
-    name = given.name if isinstance(given, formats.Format) else given
-    try:
-        found = formats.get(name)
-    except ValueError:
-        found = None
-    meant = found is given or isinstance(given, str)
-    if found is not None and meant and found.transform is None:
-        return found
-    raise ValueError(
-        f"BlockScaling.{role} must be one of {', '.join(formats.names())}, got {shown(given)}"
-    )

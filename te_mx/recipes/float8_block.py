@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from numbers import Real
 from typing import Any
 
 from te_mx.recipes.mxfp8 import Format, checked_format, is_transformer_engines
-from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
-from te_mx.runtime.arguments import check_flag, shown
+from te_mx.recipes.values import MAX_SPREAD, Recipe, check_attention, check_common, settings_of
+from te_mx.runtime.arguments import check_flag, check_number, shown
 
 GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _DIMS = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
@@ -99,6 +98,7 @@ class Float8BlockScaling(Recipe):
     """
 
     _kind = "float8_block_scaling"
+    _always = ("fp8_format",)
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
@@ -126,12 +126,7 @@ class Float8BlockScaling(Recipe):
             _check_dim(name, getattr(self, name))
         for name in GEMMS:
             object.__setattr__(self, name, _params(name, getattr(self, name)))
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self, name) is not False:
-                raise NotImplementedError(
-                    f"Float8BlockScaling.{name}={shown(getattr(self, name))} is not supported, "
-                    "only False: attention runs in the dtype of its inputs"
-                )
+        check_attention(self)
         object.__setattr__(self, "amax_epsilon", _epsilon(self.amax_epsilon))
         check_common(self)
 
@@ -161,14 +156,6 @@ class Float8BlockScaling(Recipe):
     fp8_quant_fwd_inp = property(_quantizes, _refuse_role)
     fp8_quant_fwd_weight = property(_quantizes, _refuse_role)
     fp8_quant_bwd_grad = property(_quantizes, _refuse_role)
-
-    def __repr__(self) -> str:
-        changed = [
-            f", {field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if field.name != "fp8_format" and getattr(self, field.name) != field.default
-        ]
-        return f"Float8BlockScaling(fp8_format={self.fp8_format.name}{''.join(changed)})"
 
 
 def DeepSeekV3() -> Float8BlockScaling:
@@ -207,14 +194,10 @@ def _params(name: str, given: Any) -> MMParams:
 
 
 def _epsilon(value: Any, owner: str = "Float8BlockScaling") -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)  # numpy's count
-    if not is_number:
-        raise TypeError(f"{owner}.amax_epsilon must be a number, got {shown(value)}")
-    if not 0 <= value <= _LARGEST_EPSILON:  # nor NaN
-        raise ValueError(
-            f"{owner}.amax_epsilon must be 0 or more and an fp32 number, got {shown(value)}"
-        )
-    return float(value)
+    made = check_number(f"{owner}.amax_epsilon", value, 0)
+    if made > _LARGEST_EPSILON:
+        raise ValueError(f"{owner}.amax_epsilon must be an fp32 number, got {made}")
+    return made
 
 
 def fields_of(theirs: Any) -> dict[str, Any]:

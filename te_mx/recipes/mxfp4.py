@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from te_mx import formats
 from te_mx.formats.hadamard import SIGNS, SIZES, Hadamard
 from te_mx.formats.scaling import MX_RULES, STOCHASTIC
 from te_mx.recipes.settings import Settings
-from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
-from te_mx.runtime.arguments import (
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, format_of, settings_of
+from te_mx.runtime.arguments import check_flag, check_one_of, shown
 
 _FOUR, _EIGHT = "mxfp4", "mxfp8_e4m3"
 _FORWARD = (_FOUR, _EIGHT)
@@ -59,6 +53,8 @@ class MXFP4BlockScaling(Recipe):
         ValueError: a field has a value that means nothing.
     """
 
+    _always = ("x", "w", "g")
+
     x: str = _FOUR
     w: str = _FOUR
     g: str = _EIGHT
@@ -77,17 +73,12 @@ class MXFP4BlockScaling(Recipe):
     keep_weight_columns: bool = False
 
     def __post_init__(self) -> None:
-        known = {"x": _FORWARD, "w": _FORWARD, "g": _GRADIENTS}
-        for role, names in known.items():
-            object.__setattr__(self, role, _checked(role, getattr(self, role), names))
-        for name in ("x_wgrad", "w_dgrad"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _checked(name, getattr(self, name), _FORWARD))
-        if not is_one_of(self.scale_rule, MX_RULES):
-            raise ValueError(
-                "MXFP4BlockScaling.scale_rule must be one of "
-                f"{', '.join(map(repr, MX_RULES))}, got {shown(self.scale_rule)}"
-            )
+        for name in ("x", "w", "g", "x_wgrad", "w_dgrad"):
+            if (given := getattr(self, name)) is not None or name in self._always:
+                among = _GRADIENTS if name == "g" else _FORWARD
+                found = format_of(f"MXFP4BlockScaling.{name}", given, among)
+                object.__setattr__(self, name, found)
+        check_one_of("MXFP4BlockScaling.scale_rule", self.scale_rule, MX_RULES)
         if self.stochastic_rounding is not None:
             check_flag("MXFP4BlockScaling.stochastic_rounding", self.stochastic_rounding)
         self._check_hadamard()
@@ -124,30 +115,7 @@ class MXFP4BlockScaling(Recipe):
             g_rule=self.scale_rule + STOCHASTIC if stochastic else "",
         )
 
-    def __repr__(self) -> str:
-        fields = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if field.name in ("x", "w", "g") or getattr(self, field.name) != field.default
-        ]
-        return f"MXFP4BlockScaling({', '.join(fields)})"
-
 
 def _unless(name: str, same: str) -> str:
     """A format's name, "" where it is the one of the role anyway."""
     return "" if name == same else name
-
-
-def _checked(field: str, given: Any, names: tuple[str, ...]) -> str:
-    """The name of a format among some; Format objects and short names are taken too."""
-    name = given.name if isinstance(given, formats.Format) else given
-    try:
-        found = formats.get(name).name
-    except ValueError:
-        found = ""
-    if found not in names:
-        raise ValueError(
-            f"MXFP4BlockScaling.{field} must be one of {', '.join(map(repr, names))}, got "
-            f"{shown(given)}"
-        )
-    return found

@@ -6,8 +6,8 @@ import dataclasses
 from enum import Enum
 from typing import Any, NamedTuple
 
-from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
-from te_mx.runtime.arguments import is_one_of, shown
+from te_mx.recipes.values import MAX_SPREAD, Recipe, check_attention, check_common, settings_of
+from te_mx.runtime.arguments import check_default, check_one_of, shown
 
 SCALE_RULES = ("rceil", "floor")
 
@@ -98,6 +98,7 @@ class MXFP8BlockScaling(Recipe):
     """
 
     _kind = "mxfp8"
+    _always = ("fp8_format", "scale_rule")
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -115,41 +116,17 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_format", checked_format(self))
-        if not is_one_of(self.scale_rule, SCALE_RULES):
-            raise ValueError(
-                "MXFP8BlockScaling.scale_rule must be one of "
-                f"{', '.join(map(repr, SCALE_RULES))}, got {shown(self.scale_rule)}"
-            )
+        check_one_of("MXFP8BlockScaling.scale_rule", self.scale_rule, SCALE_RULES)
         check_common(self)
-        for name, plain, remedy in _ONLY_DEFAULT:
-            value = getattr(self, name)
-            if type(value) is not type(plain) or value != plain:
-                raise NotImplementedError(
-                    f"MXFP8BlockScaling.{name}={shown(value)} is not supported, only "
-                    f"{plain!r}: {remedy}"
-                )
+        check_attention(self)
+        history = "block scales follow the data of every call"
+        check_default("MXFP8BlockScaling.margin", self.margin, 0, history)
+        square, why = self.enable_2d_quantization, "weights have blocks of 1x32"
+        check_default("MXFP8BlockScaling.enable_2d_quantization", square, False, why)
 
         formats = self.fp8_format.value
         fwd, bwd = f"mxfp8_{formats.fwd}", f"mxfp8_{formats.bwd}"
         object.__setattr__(self, "_settings", settings_of(self, fwd, fwd, bwd))
-
-    def __repr__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if field.name not in ("fp8_format", "scale_rule")
-            and getattr(self, field.name) != field.default
-        ]
-        shown = [f"fp8_format={self.fp8_format.name}", f"scale_rule={self.scale_rule!r}", *changed]
-        return f"MXFP8BlockScaling({', '.join(shown)})"
-
-
-_ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (
-    ("margin", 0, "block scales follow the data of every call"),
-    ("fp8_dpa", False, "attention runs in the dtype of its inputs"),
-    ("fp8_mha", False, "attention runs in the dtype of its inputs"),
-    ("enable_2d_quantization", False, "weights have blocks of 1x32"),
-)
 
 
 def is_transformer_engines(value: Any) -> bool:

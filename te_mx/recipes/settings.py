@@ -90,13 +90,8 @@ class Settings(NamedTuple):
 def in_words(settings: Settings) -> str:
     """Settings as one string, for graphs that are kept on disks and hold no objects. Traceable by
     Dynamo."""
-    return "|".join([_word(value) for value in settings])
-
-
-def _word(value: Any) -> str:
-    if value is None or value is False:
-        return ""
-    return "yes" if value is True else str(value)
+    words = ["yes" if value is True else value for value in settings]
+    return "|".join(["" if word is None or word is False else str(word) for word in words])
 
 
 @lru_cache(maxsize=256)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Collection
+from enum import Enum
 from typing import Any
 
+from te_mx import formats
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.arguments import (
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_default, check_flag, check_one_of, shown
 
 PRECISIONS = ("adaptive", "exact")
 MAX_SPREAD = 8
@@ -34,13 +33,12 @@ class Recipe:
 
     _settings: Settings  # made once: look-ups by them are part of every call
     _kind = ""  # the one of these that is true
+    _always: tuple[str, ...] = ()  # fields that repr shows at their defaults too
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
-        if "_settings" not in own:  # being made
-            object.__setattr__(self, name, value)
-            return
-        if isinstance(getattr(type(self), name, None), property):
+        being_made = "_settings" not in own
+        if being_made or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
             return
         fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
@@ -53,6 +51,14 @@ class Recipe:
         made.__dict__[name] = value
         made.__post_init__()  # type: ignore[attr-defined]
         own.update(made.__dict__)
+
+    def __repr__(self) -> str:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        changed = [name for name, value in defaults.items() if getattr(self, name) != value]
+        names = dict.fromkeys((*self._always, *changed))
+        said = {name: getattr(self, name) for name in names}
+        words = [f"{n}={v.name if isinstance(v, Enum) else repr(v)}" for n, v in said.items()]
+        return f"{type(self).__name__}({', '.join(words)})"
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__}: fields cannot be deleted, got {name}")
@@ -105,11 +111,7 @@ class Recipe:
 
 def check_precision(precision: str, alignment_spread: int, owner: str = "") -> None:
     """Raise ValueError or TypeError unless both are values that mean something."""
-    if not is_one_of(precision, PRECISIONS):
-        raise ValueError(
-            f"{owner}precision must be one of {', '.join(map(repr, PRECISIONS))}, got "
-            f"{shown(precision)}"
-        )
+    check_one_of(f"{owner}precision", precision, PRECISIONS)
     if type(alignment_spread) is not int:
         raise TypeError(f"{owner}alignment_spread must be an int, got {shown(alignment_spread)}")
     if not 0 <= alignment_spread <= MAX_SPREAD:
@@ -124,11 +126,7 @@ def check_common(recipe: Any) -> None:
     the flags. Raises ValueError or TypeError."""
     owner = type(recipe).__name__
     check_precision(recipe.precision, recipe.alignment_spread, f"{owner}.")
-    if not is_one_of(recipe.backward_override, BACKWARD_OVERRIDES):
-        raise ValueError(
-            f"{owner}.backward_override must be None, 'high_precision' or 'dequantized', got "
-            f"{shown(recipe.backward_override)}"
-        )
+    check_one_of(f"{owner}.backward_override", recipe.backward_override, BACKWARD_OVERRIDES)
     for name in FLAGS:
         check_flag(f"{owner}.{name}", getattr(recipe, name))
     if recipe.wgrad_with_hp and recipe.backward_override is not None:
@@ -136,6 +134,27 @@ def check_common(recipe: Any) -> None:
             f"{owner}.backward_override={recipe.backward_override!r} already says how wgrad runs; "
             "leave wgrad_with_hp away"
         )
+
+
+def check_attention(recipe: Any) -> None:
+    """Raise NotImplementedError where a recipe asks for FP8 in attention."""
+    for name in ("fp8_dpa", "fp8_mha"):
+        label = f"{type(recipe).__name__}.{name}"
+        reason = "attention runs in the dtype of its inputs"
+        check_default(label, getattr(recipe, name), False, reason)
+
+
+def format_of(name: str, given: Any, among: Collection[str] | None = None) -> str:
+    """The name of a registered format, which a field of a recipe gives by name or as an object.
+    Raises ValueError for what is none, or none of some, or has a transform."""
+    try:
+        found = formats.get(given.name if isinstance(given, formats.Format) else given)
+    except ValueError:
+        found = None
+    known = formats.names() if among is None else among
+    if found is None or found.name not in known or not (found is given or isinstance(given, str)):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}")
+    return found.name
 
 
 def settings_of(recipe: Any, x: str, w: str, g: str) -> Settings:

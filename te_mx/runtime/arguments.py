@@ -102,14 +102,44 @@ def check_size(name: str, value: Any, least: int = 0) -> int:
     return value
 
 
-def check_number(name: str, value: Any) -> float:
-    """A finite number as a float. Raises TypeError for what is none, ValueError for NaN and
-    infinities."""
+def check_number(name: str, value: Any, least: float | None = None) -> float:
+    """A finite number as a float. Raises TypeError for what is none, ValueError for NaN, infinities
+    and what is below `least`."""
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy's count
         raise TypeError(f"{name} must be a number, got {shown(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {shown(value)}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be {least:g} or more, got {value}")
     return float(value)
+
+
+def check_word(name: str, value: Any, words: Collection[str]) -> None:
+    """Raise TypeError for what is no string, ValueError for one that is not among the words."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
+    check_one_of(name, value, words)
+
+
+def check_one_of(name: str, value: Any, words: Collection[Any]) -> None:
+    """Raise ValueError for whatever is not among the words, strings or None."""
+    if not is_one_of(value, words):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
+
+
+def check_place(name: str, tensor: Tensor, device: torch.device, of: str = "inp") -> None:
+    """Raise ValueError unless a tensor is on a device, that of another one."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and {of} on {device}; move one")
+
+
+def check_default(name: str, value: Any, default: Any, reason: str) -> None:
+    """Raise NotImplementedError where an argument of another library that te_mx does not have is
+    not at its default."""
+    if value is not default and not (type(value) is type(default) and value == default):
+        raise NotImplementedError(
+            f"{name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
+        )
 
 
 def as_device(name: str, value: Any) -> torch.device:
@@ -160,7 +190,7 @@ def parts_of(name: str, side: Any) -> tuple[tuple[str, Tensor], ...]:
     """What is read of a tensor, or of an operand its codes and scales, by name."""
     if isinstance(side, Tensor):
         return ((name, side),)
-    return (name, side.codes), (f"the scales of {name}", side.scales)
+    return (f"the codes of {name}", side.codes), (f"the scales of {name}", side.scales)
 
 
 def check_apart(out: Tensor, name: str, read: Iterable[tuple[str, Tensor | None]]) -> None:

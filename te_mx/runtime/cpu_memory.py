@@ -148,7 +148,7 @@ class Pool:
 def idle_is_known() -> bool:
     """Whether this torch and this Python count references as `Block.is_idle` reads them. Without
     that nothing is used again."""
-    if not counts_references():
+    if not counts_references:
         return False
     block = Block(torch.UntypedStorage(64, device="cpu"))
     referring: tuple[Callable[[], object], ...] = (

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from te_mx.torch_internals import raw_capturing, raw_device, raw_stream
+from te_mx.torch_internals import raw_stream
 
 _T = TypeVar("_T")
 
@@ -35,8 +35,6 @@ def capturing(device: torch.device) -> bool:
     """Whether the current stream of the device records into a CUDA graph."""
     if device.type != "cuda":
         return False
-    if raw_capturing and raw_device and device.index == raw_device():
-        return raw_capturing()
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):

@@ -1,16 +1,13 @@
-"""DotProductAttention of Transformer Engine over torch's scaled_dot_product_attention.
+"""DotProductAttention of Transformer Engine: scaled_dot_product_attention of torch where that has
+what Transformer Engine puts around it, the formula written out where it has not.
 
-Attention that a process group shares, as in Transformer Engine: each rank has its share of the
-heads. The linear layers around it hold their part of the weights (tensor_parallel_group.py);
-attention itself needs no other rank.
-
-softmax(q k^T) v with what Transformer Engine puts around it: scaled_dot_product_attention of
-torch where that has it, the formula written out where it has not.
+Where a process group shares it, each rank has its share of the heads, and needs no other rank.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,58 +16,34 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_mx.nn import checks
-from te_mx.nn.tensor_parallel import (
-    BOTH,
-    COLUMN,
-    ROW,
-    Shared,
-    check_group,
-    shared,
-)
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-)
+from te_mx.nn.tensor_parallel import BOTH, COLUMN, ROW, Shared, check_group, shared
+from te_mx.runtime.arguments import check_flag, check_number, check_size, check_word
 from te_mx.te import attention_checks, attention_masks
-from te_mx.te.attention_checks import (
-    BIAS_TYPES,
-    FORMATS,
-    SOFTMAX_TYPES,
-)
+from te_mx.te.attention_checks import FORMATS, SOFTMAX_TYPES
 from te_mx.te.attention_masks import Padding, Rule
 from te_mx.te.modules import default_device
 from te_mx.weights.state_dict import WithoutExtraState
 
 
 def shared_layers(
-    owner: str, set_parallel_mode: Any, tp_group: Any, tp_size: Any, sequence_parallel: Any
+    how: Shared | None, tp_group: Any, tp_size: Any, sequence_parallel: Any
 ) -> tuple[Shared | None, dict[str, Any], dict[str, Any]]:
-    """How a module is shared, and the arguments of the linear layers before attention and behind.
-
-    Raises TypeError or ValueError for an argument of a wrong type or value, by name.
-    """
-    check_flag(f"{owner}: set_parallel_mode", set_parallel_mode)
-    mode = BOTH if set_parallel_mode else None
-    how = shared(owner, mode, tp_group, tp_size, sequence_parallel)
+    """How a module is shared, and the arguments of the linear layers before attention and after."""
     if how is None:
         return None, {}, {}
     given = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
     return how, given | {"parallel_mode": COLUMN}, given | {"parallel_mode": ROW}
 
 
-def heads_of_rank(owner: str, ranks: int, heads: int, groups: int) -> tuple[int, int]:
-    """What a rank has of the heads of q, and of k and v. Raises ValueError unless they divide."""
-    for name, value in (("num_attention_heads", heads), ("num_gqa_groups", groups)):
-        if value % ranks:
-            raise ValueError(f"{owner}: {name}={value} must divide by tp_size={ranks}")
-    return heads // ranks, groups // ranks
-
-
 class SharedHeads:
     """Mixin of the modules, beside an nn.Module."""
 
     tp_size: int = 1
+    name: str | None
+
+    def _label(self) -> str:
+        label = f"te_mx.{type(self).__name__}"
+        return f"{label} {self.name!r}" if self.name else label
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Share the module, and all te_mx modules in it, with the ranks of this process group.
@@ -90,15 +63,6 @@ class SharedHeads:
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
-
-
-def check_slopes(owner: str, ranks: int, biased: str, slopes: torch.Tensor | None) -> None:
-    """Raise ValueError for ALiBi whose slopes depend on which heads a rank has."""
-    if biased == "alibi" and slopes is None and ranks > 1:
-        raise ValueError(
-            f"{owner}: which heads a rank has, it does not know: pass alibi_slopes, those of this "
-            f"rank's heads, where tp_size={ranks}"
-        )
 
 
 class Scores(NamedTuple):
@@ -121,25 +85,23 @@ class Scores(NamedTuple):
     bias_inside_cap: bool = False
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, how: Scores, with_max: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """q [b, heads, queries, d], k [b, groups, keys, d], v [b, groups, keys, e] -> [b, heads,
-    queries, e]; a query that sees no key gets zeros."""
+    queries, e]; a query that sees no key gets zeros. And `with_max` the largest score that is seen
+    of each head [heads], in the dtype of the output; -inf where there is none."""
     how, blind = _with_something_to_see(how)
-    if how.softcap or how.sink is not None:
-        out, _ = written_out(q, k, v, how)
+    largest = None
+    if with_max or how.softcap or how.sink is not None:
+        out, s = _written_out(q, k, v, how)
+        if with_max:
+            s = s.detach() if blind is None else s.detach().masked_fill(blind, float("-inf"))
+            largest = s.amax((0, 2, 3)) if s.numel() else s.new_full(s.shape[1:2], float("-inf"))
+            largest = largest.to(out.dtype)
     else:
         out = _torchs(q, k, v, how)
-    return out if blind is None else out.masked_fill(blind, 0.0)
-
-
-def attend_with_max(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the largest score that is seen of each head [heads], in the dtype of the
-    output; -inf where there is none."""
-    how, blind = _with_something_to_see(how)
-    out, s = written_out(q, k, v, how)
-    s = s.detach() if blind is None else s.detach().masked_fill(blind, float("-inf"))
-    largest = s.amax((0, 2, 3)) if s.numel() else s.new_full(s.shape[1:2], float("-inf"))
-    return (out if blind is None else out.masked_fill(blind, 0.0)), largest.to(out.dtype)
+    return (out if blind is None else out.masked_fill(blind, 0.0)), largest
 
 
 def _with_something_to_see(how: Scores) -> tuple[Scores, Tensor | None]:
@@ -174,7 +136,7 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
+def _written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
     """The formula in fp32, with all scores in memory, and these."""
     k, v = _spread(k, q), _spread(v, q)
     s = q.float() @ k.float().transpose(-1, -2) * how.scale
@@ -265,33 +227,29 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         super().__init__()
         taken = attention_checks.CONSTRUCTORS["DotProductAttention"]
         attention_checks.refuse(_OWNER, transformer_engine, taken)
-        heads, groups = attention_checks.heads(_OWNER, num_attention_heads, num_gqa_groups)
         how = shared(_OWNER, BOTH, tp_group, tp_size, sequence_parallel)
-        if how is not None:
-            self.tp_size = how.size
-            heads, groups = heads_of_rank(_OWNER, how.size, heads, groups)
-        self.num_attention_heads, self.num_gqa_groups = heads, groups
+        self.tp_size = 1 if how is None else how.size
+        self.num_attention_heads, self.num_gqa_groups = heads, _ = attention_checks.heads(
+            _OWNER, num_attention_heads, num_gqa_groups, self.tp_size
+        )
         self.kv_channels = attention_checks.widths(_OWNER, kv_channels)
         self.attention_dropout = attention_checks.probability(
             f"{_OWNER}: attention_dropout", attention_dropout
         )
-        attention_checks.word(f"{_OWNER}: qkv_format", qkv_format, FORMATS)
-        attention_checks.word(f"{_OWNER}: attention_type", attention_type, ("self", "cross"))
-        attention_checks.word(f"{_OWNER}: softmax_type", softmax_type, SOFTMAX_TYPES)
+        check_word(f"{_OWNER}: qkv_format", qkv_format, FORMATS)
+        check_word(f"{_OWNER}: attention_type", attention_type, ("self", "cross"))
+        check_word(f"{_OWNER}: softmax_type", softmax_type, SOFTMAX_TYPES)
         self.qkv_format, self.attention_type = qkv_format, attention_type
         attention_masks.rule(_OWNER, attn_mask_type, window_size, bottom_right_diagonal)
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.bottom_right_diagonal = bottom_right_diagonal
-        self.softcap = attention_checks.softcap(_OWNER, softcap)
+        self.softcap = check_number(f"{_OWNER}: softcap", softcap, 0)
         if layer_number is not None:
             check_size(f"{_OWNER}: layer_number", layer_number, 1)
-        if softmax_scale is not None:
-            softmax_scale = check_number(f"{_OWNER}: softmax_scale", softmax_scale)
         self.layer_number, self.softmax_type = layer_number, softmax_type
-        self.softmax_scale = (
-            attention_masks.default_scale(self.kv_channels[0])
-            if softmax_scale is None else softmax_scale
-        )  # fmt: skip
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(self.kv_channels[0] or 1)
+        self.softmax_scale = check_number(f"{_OWNER}: softmax_scale", softmax_scale)
         check_flag(f"{_OWNER}: return_max_logit", return_max_logit)
         self.return_max_logit = return_max_logit
         checks.check_name(_OWNER, name)
@@ -358,10 +316,7 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
             taken = attention_checks.FORWARDS["DotProductAttention"]
             attention_checks.refuse(owner, transformer_engine, taken)
         layout = self.qkv_format if qkv_format is None else qkv_format
-        attention_checks.word(f"{owner}: qkv_format", layout, FORMATS)
-        attention_checks.word(
-            f"{owner}: core_attention_bias_type", core_attention_bias_type, BIAS_TYPES
-        )
+        check_word(f"{owner}: qkv_format", layout, FORMATS)
         check_flag(f"{owner}: checkpoint_core_attention", checkpoint_core_attention)
         rule = attention_masks.rule(
             owner,
@@ -372,11 +327,9 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         attention_checks.operands(owner, self, layout, query_layer, key_layer, value_layer)
         biased = core_attention_bias_type
         attention_checks.bias(
-            owner, biased, core_attention_bias, alibi_slopes, self.num_attention_heads,
-            query_layer.device,
-        )  # fmt: skip
-        check_slopes(owner, self.tp_size, biased, alibi_slopes)
-        cap = self.softcap if softcap is None else attention_checks.softcap(owner, softcap)
+            owner, biased, core_attention_bias, alibi_slopes, self, query_layer.device
+        )
+        cap = self.softcap if softcap is None else check_number(f"{owner}: softcap", softcap, 0)
         run = functools.partial(
             self._run, rule=rule, softcap=cap, biased=biased, slopes=alibi_slopes
         )
@@ -398,13 +351,11 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
                 attention_checks.fits(owner, "core_attention_bias", core_attention_bias, shape)
             device = query_layer.device
             padding, hidden = _masks(owner, rule, attention_mask, lengths, shape, device)
-            call = functools.partial(self._batched, run=run, padding=padding, hidden=hidden)
+            call = functools.partial(run, padding=padding, hidden=hidden)
         given = (*given, core_attention_bias)
         if checkpoint_core_attention and torch.is_grad_enabled():
-            out = checkpoint(call, *given, use_reentrant=False)
-        else:
-            out = call(*given)
-        out, largest = out
+            call = functools.partial(checkpoint, call, use_reentrant=False)
+        out, largest = call(*given)
         if layout == "sbhd":
             out = out.permute(2, 0, 1, 3)
         elif layout == "bshd":
@@ -419,13 +370,6 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         if isinstance(given, Tensor) and given.dim() == 4 and given.numel() == given.shape[1]:
             state_dict[key] = given.view(-1)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    # ------------------------------------------------------------------------------------ one batch
-    def _batched(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, run: Any,
-        padding: Padding | None, hidden: Tensor | None,
-    ) -> Any:  # fmt: skip
-        return run(q, k, v, bias, padding=padding, hidden=hidden)
 
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, rule: Rule, softcap: float,
@@ -446,32 +390,24 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
                 slopes = attention_masks.alibi_slopes(self.num_attention_heads, device)
             apart = attention_masks.distance(rule, queries, keys, padding, device)
             bias = attention_masks.alibi(slopes, apart)
-        sink = None
-        if self.softmax_offset is not None:
-            sink = self.softmax_offset.view(-1)
+        sink = None if self.softmax_offset is None else self.softmax_offset.view(-1)
         how = Scores(
             self.softmax_scale, causal, seen, bias,
             self.attention_dropout if self.training else 0.0, softcap, sink,
             biased == "pre_scale_bias",
         )  # fmt: skip
-        if self.return_max_logit:
-            return attend_with_max(q, k, v, how)
-        return attend(q, k, v, how), None
+        return attend(q, k, v, how, self.return_max_logit)
 
-    # ---------------------------------------------------------------------- one after the other
     def _packed(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, run: Any,
         lengths: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """q [tokens, heads, d], k and v [tokens, groups, .] -> [tokens, heads, e]: every sequence
         by itself, zeros between them."""
-        of_q, of_k = (
-            attention_checks.places(self._label(), lengths, side, x.shape[0])
-            for side, x in (("q", q), ("kv", k))
-        )
-        attention_checks.as_many(self._label(), of_q, of_k)
-        slopes, heads = run.keywords["slopes"], self.num_attention_heads
-        attention_checks.packed_bias(self._label(), bias, slopes, heads, of_q, of_k)
+        owner, slopes, heads = self._label(), run.keywords["slopes"], self.num_attention_heads
+        of_q = attention_checks.places(owner, lengths, "q", q.shape[0])
+        of_k = attention_checks.places(owner, lengths, "kv", k.shape[0])
+        attention_checks.packed_bias(owner, bias, slopes, heads, of_q, of_k)
         alone = functools.partial(run, rule=run.keywords["rule"].of_one_sequence())
         made, done = [], 0
         largest = q.new_full((heads,), float("-inf")) if self.return_max_logit else None
@@ -494,16 +430,17 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         made.append(made[-1].new_zeros(q.shape[0] - done, heads, width))
         return torch.cat(made), largest
 
-    # ---------------------------------------------------------------------------------------- names
-    def _label(self) -> str:
-        return f"{_OWNER} {self.name!r}" if self.name else _OWNER
-
     def extra_repr(self) -> str:
         return (
             f"num_attention_heads={self.num_attention_heads}, kv_channels={self.kv_channels}, "
             f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
             f"attn_mask_type={self.attn_mask_type!r}"
         )
+
+
+def under(name: str | None, part: str) -> str | None:
+    """The name of a part of a module."""
+    return None if name is None else f"{name}.{part}"
 
 
 def _of_sequence(bias: Tensor, index: int, queries: int, keys: int) -> Tensor:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from te_mx.nn.arguments import ABSENT, Absent
 from te_mx.runtime.arguments import (
+    check_default,
     check_number,
+    check_place,
     check_size,
+    check_word,
     is_dense,
-    is_one_of,
     shown,
 )
 from te_mx.te.attention_masks import Padding, Rule
@@ -96,14 +98,8 @@ def refuse(owner: str, given: Mapping[str, Any], taken: Collection[str]) -> None
     for name, value in given.items():
         if name not in taken:
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}")
-        if name in UNUSED:
-            continue
-        default, reason = ATTENTION[name]
-        if value is default or (type(value) is type(default) and value == default):
-            continue
-        raise NotImplementedError(
-            f"{owner}: {name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
-        )
+        if name not in UNUSED:
+            check_default(f"{owner}: {name}", value, *ATTENTION[name])
 
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -115,14 +111,6 @@ _LARGEST = 1 << 31
 
 
 # --------------------------------------------------------------------------------- of constructors
-def word(name: str, value: Any, words: Collection[str]) -> None:
-    """Raise TypeError for what is no string, ValueError for one that is not among the words."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {shown(value)}")
-    if not is_one_of(value, words):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
-
-
 def probability(name: str, value: Any, certain: bool = False) -> float:
     """Raise TypeError or ValueError unless a value is a number of 0 or more and less than 1, or 1
     where that is allowed too (`certain`)."""
@@ -133,33 +121,19 @@ def probability(name: str, value: Any, certain: bool = False) -> float:
     return value
 
 
-def epsilon(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless a value is a number of 0 or more."""
-    if check_number(name, value) < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
-
-
-def softcap(owner: str, value: Any) -> float:
-    """Raise TypeError or ValueError unless softcap is a number of 0 or more."""
-    value = check_number(f"{owner}: softcap", value)
-    if value < 0:
-        raise ValueError(f"{owner}: softcap must be 0 or more, got {value}")
-    return value
-
-
-def heads(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> tuple[int, int]:
-    """Heads of q, and of k and v. Raises TypeError or ValueError unless the second divide the
-    first."""
-    name = f"{owner}: num_attention_heads"
-    of_q = _small(name, num_attention_heads)
-    if num_gqa_groups is None:
-        return of_q, of_q
-    of_k = _small(f"{owner}: num_gqa_groups", num_gqa_groups)
+def heads(owner: str, of_q: Any, of_k: Any, ranks: int = 1) -> tuple[int, int]:
+    """Heads of q, and of k and v, that each of the ranks has. Raises TypeError or ValueError unless
+    the second divide the first, and the ranks both."""
+    of_q = _small(f"{owner}: num_attention_heads", of_q)
+    of_k = of_q if of_k is None else _small(f"{owner}: num_gqa_groups", of_k)
     if of_q % of_k:
         raise ValueError(
             f"{owner}: num_gqa_groups must divide num_attention_heads={of_q}, got {of_k}"
         )
-    return of_q, of_k
+    for name, value in (("num_attention_heads", of_q), ("num_gqa_groups", of_k)):
+        if value % ranks:
+            raise ValueError(f"{owner}: {name}={value} must divide by tp_size={ranks}")
+    return of_q // ranks, of_k // ranks
 
 
 def _small(name: str, value: Any) -> int:
@@ -172,12 +146,10 @@ def _small(name: str, value: Any) -> int:
 def widths(owner: str, kv_channels: Any) -> tuple[int, int]:
     """Widths of a head of q and k, and of v."""
     name = f"{owner}: kv_channels"
-    if isinstance(kv_channels, tuple):
-        if len(kv_channels) != 2:
-            raise ValueError(f"{name} must be an int or two of them, got {shown(kv_channels)}")
-        return _small(name, kv_channels[0]), _small(name, kv_channels[1])
-    width = _small(name, kv_channels)
-    return width, width
+    pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be an int or two of them, got {shown(kv_channels)}")
+    return _small(name, pair[0]), _small(name, pair[1])
 
 
 # ---------------------------------------------------------------------------------------- of calls
@@ -189,8 +161,8 @@ def tensor(
     of another tensor."""
     if not isinstance(value, Tensor) or not is_dense(value):
         raise TypeError(f"{owner}: {name} must be a dense tensor, got {shown(value)}")
-    if device is not None and value.device != device:
-        raise ValueError(f"{owner}: {name} is on {value.device} and {of} on {device}; move one")
+    if device is not None:
+        check_place(f"{owner}: {name}", value, device, of)
 
 
 def is_float(value: Tensor) -> bool:
@@ -256,8 +228,10 @@ def operands(owner: str, module: Any, layout: str, q: Any, k: Any, v: Any) -> No
         )
 
 
-def bias(owner: str, kind: str, value: Any, slopes: Any, heads: int, device: torch.device) -> None:
+def bias(owner: str, kind: str, value: Any, slopes: Any, module: Any, device: torch.device) -> None:
     """Check core_attention_bias and alibi_slopes against core_attention_bias_type."""
+    check_word(f"{owner}: core_attention_bias_type", kind, BIAS_TYPES)
+    heads, ranks = module.num_attention_heads, module.tp_size
     takes_bias = kind in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (value is not None):
         said = "None" if value is None else "a bias"
@@ -283,6 +257,11 @@ def bias(owner: str, kind: str, value: Any, slopes: Any, heads: int, device: tor
                 f"{owner}: alibi_slopes must be [{heads}] or [b, {heads}] of a float dtype, got "
                 f"{shown(slopes)}"
             )
+    elif kind == "alibi" and ranks > 1:
+        raise ValueError(
+            f"{owner}: which heads a rank has, it does not know: pass alibi_slopes, those of this "
+            f"rank's heads, where tp_size={ranks}"
+        )
 
 
 def fits(owner: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
@@ -382,8 +361,14 @@ def packed_bias(
     owner: str, value: Tensor | None, slopes: Tensor | None, heads: int,
     of_q: Sequence[tuple[int, int]], of_k: Sequence[tuple[int, int]],
 ) -> None:  # fmt: skip
-    """Raise ValueError unless a bias reaches every sequence of "thd", and slopes are of each."""
+    """Raise ValueError unless q and k have as many sequences, a bias reaches every one of "thd",
+    and slopes are of each."""
     batch = len(of_q)
+    if len(of_k) != batch:
+        raise ValueError(
+            f"{owner}: cu_seqlens_kv must have as many sequences as cu_seqlens_q, {batch}, got "
+            f"{len(of_k)}"
+        )
     if slopes is not None and slopes.dim() == 2 and len(slopes) not in (1, batch):
         raise ValueError(
             f"{owner}: alibi_slopes must be [{heads}] or [{batch}, {heads}], got "
@@ -428,12 +413,3 @@ def places(owner: str, given: dict[str, Tensor], side: str, tokens: int) -> list
         found.append((start, stop))
         done = stop
     return found
-
-
-def as_many(owner: str, of_q: list[Any], of_k: list[Any]) -> None:
-    """Raise ValueError unless q and k have as many sequences."""
-    if len(of_q) != len(of_k):
-        raise ValueError(
-            f"{owner}: cu_seqlens_kv must have as many sequences as cu_seqlens_q, {len(of_q)}, "
-            f"got {len(of_k)}"
-        )

@@ -5,7 +5,7 @@ Masks of users are Transformer Engine's: True hides a key. In here True lets a q
 
 from __future__ import annotations
 
-import math
+import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -154,16 +154,10 @@ def visible(
         if rule.right >= 0:
             seen.append(apart <= rule.right)
     if padding is not None:
-        seen.append(padding.queries[:, None, :, None])
-        seen.append(padding.keys[:, None, None, :])
+        seen += [padding.queries[:, None, :, None], padding.keys[:, None, None, :]]
     if hidden is not None:
         seen.append(hidden.logical_not())
-    if not seen:
-        return None
-    together = seen[0]
-    for one in seen[1:]:
-        together = together & one
-    return together
+    return functools.reduce(torch.bitwise_and, seen) if seen else None
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
@@ -179,8 +173,3 @@ def alibi(slopes: Tensor, apart: Tensor) -> Tensor:
     """``-slope * |i + o - j|``, fp32 [1 or b, heads, queries, keys]; slopes [heads] or
     [b, heads]."""
     return -slopes.float().reshape(-1, slopes.shape[-1], 1, 1) * apart.abs()
-
-
-def default_scale(width: int) -> float:
-    """1 / sqrt(width of a head)."""
-    return 1.0 / math.sqrt(width) if width else 1.0

@@ -13,16 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_mx.nn import (
-    grouped_linear,
-    layernorm_linear,
-    layernorm_mlp,
-    linear,
-)
+from te_mx.nn import grouped_linear, layernorm_linear, layernorm_mlp, linear
 from te_mx.nn.arguments import ABSENT
 from te_mx.nn.norm_base import default_init
 from te_mx.runtime.arguments import shown
-from te_mx.weights import split
 
 
 def default_device() -> torch.device:
@@ -117,12 +111,7 @@ class Linear(linear.Linear):
         super().__init__(**named("Linear", args, given))
 
     def _initialize(self) -> None:
-        if self._split is None:
-            weights, biases = [self.weight], [self.bias]
-        else:
-            weights = split.parts(self, self._split, "weight")
-            biases = split.parts(self, self._split, "bias")  # type: ignore[assignment]
-        _initialize(weights, biases, self.init_method)
+        _initialize(self._parts("weight"), self._parts("bias"), self.init_method)
 
 
 class LayerNormLinear(layernorm_linear.LayerNormLinear):
@@ -156,8 +145,7 @@ def _initialize(weights: Sequence[Any], biases: Sequence[Any], init_method: Any)
     for weight in weights:
         (init_method or default_init)(weight)
     for bias in biases:
-        if bias is not None:
-            nn.init.zeros_(bias)
+        nn.init.zeros_(bias)
 
 
 for _kind in (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear):

@@ -8,24 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.nn import checks
-from te_mx.runtime.arguments import check_flag
-from te_mx.te import attention as attention_ranks
+from te_mx.nn.arguments import Options
+from te_mx.runtime.arguments import check_flag, check_number, check_word
 from te_mx.te import attention_checks
-from te_mx.te.attention import DotProductAttention
+from te_mx.te.attention import DotProductAttention, SharedHeads, shared_layers, under
 from te_mx.te.modules import LayerNormLinear, Linear
-from te_mx.te.norms import (
-    L2Normalization,
-    LayerNorm,
-    RMSNorm,
-)
+from te_mx.te.norms import L2Normalization, LayerNorm, RMSNorm
 from te_mx.te.rotary import apply_rotary_pos_emb
 
 _OWNER = "te_mx.MultiheadAttention"
 _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
-class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
+class MultiheadAttention(SharedHeads, nn.Module):
     """Projections to q, k and v, attention, and the projection back: linear layers that run in
     MXFP8 inside `te_mx.autocast`, around a DotProductAttention.
 
@@ -113,7 +108,8 @@ class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
         super().__init__()
         taken = attention_checks.CONSTRUCTORS["MultiheadAttention"]
         attention_checks.refuse(_OWNER, transformer_engine, taken)
-        (hidden_size,) = checks.sizes(_OWNER, hidden_size=hidden_size)
+        options = Options("MultiheadAttention", locals(), "hidden_size")
+        (hidden_size,) = options.sizes
         heads, groups = attention_checks.heads(_OWNER, num_attention_heads, num_gqa_groups)
         if kv_channels is None and hidden_size % heads:
             raise ValueError(
@@ -123,23 +119,9 @@ class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
         if kv_channels is None:
             kv_channels = hidden_size // heads
         width, _ = attention_checks.widths(_OWNER, kv_channels)
-        attention_checks.epsilon(f"{_OWNER}: layernorm_epsilon", layernorm_epsilon)
-        attention_checks.epsilon(f"{_OWNER}: qk_norm_eps", qk_norm_eps)
-        checks.functions(
-            _OWNER, init_method=init_method, output_layer_init_method=output_layer_init_method
-        )
-        checks.parameter_place(_OWNER, device, None, params_dtype)
-        checks.flags(
-            _OWNER, return_bias=return_bias, return_layernorm_output=return_layernorm_output,
-            input_layernorm=input_layernorm, fuse_qkv_params=fuse_qkv_params, bias=bias,
-            qkv_weight_interleaved=qkv_weight_interleaved, qk_norm_before_rope=qk_norm_before_rope,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
-        checks.check_name(_OWNER, name)
-        how, column, row = attention_ranks.shared_layers(
-            _OWNER, set_parallel_mode, tp_group, tp_size, sequence_parallel
-        )
+        check_number(f"{_OWNER}: layernorm_epsilon", layernorm_epsilon, 0)
+        check_number(f"{_OWNER}: qk_norm_eps", qk_norm_eps, 0)
+        how, column, row = shared_layers(options.how, tp_group, tp_size, sequence_parallel)
         self.tp_size = 1 if how is None else how.size
         if how is not None and qk_norm_type in _NORMS:
             raise NotImplementedError(
@@ -150,24 +132,20 @@ class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
             heads, width, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, softcap, layer_number=layer_number,
             attention_type=attention_type, softmax_type=softmax_type, tp_size=self.tp_size,
-            name=_under(name, "core_attention"),
+            name=under(name, "core_attention"),
         ).to(device)  # fmt: skip
         self.num_attention_heads, self.num_gqa_groups, self.width = heads, groups, width
         self.num_attention_heads_per_partition = self.core_attention.num_attention_heads
         self.num_gqa_groups_per_partition = self.core_attention.num_gqa_groups
-        self.hidden_size, self.attention_type, self.qkv_format = (
-            hidden_size,
-            attention_type,
-            qkv_format,
-        )
-        self.input_layernorm = input_layernorm
+        self.hidden_size, self.attention_type = hidden_size, attention_type
+        self.qkv_format, self.input_layernorm = qkv_format, input_layernorm
         self.return_layernorm_output, self.return_bias = return_layernorm_output, return_bias
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.rotary_pos_interleaved, self.name = rotary_pos_interleaved, name
         self.qk_norm_before_rope = qk_norm_before_rope
         self.q_norm, self.k_norm = _head_norms(
-            qk_norm_type, qk_norm_eps, width, device, params_dtype,
-        )  # fmt: skip
+            qk_norm_type, qk_norm_eps, width, device, params_dtype
+        )
 
         common = {
             "bias": bias, "params_dtype": params_dtype, "device": device,
@@ -187,29 +165,29 @@ class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
             if input_layernorm:
                 self.layernorm_qkv = LayerNormLinear(
                     hidden_size, rows, parameters_split=parts,
-                    name=_under(name, "layernorm_linear_qkv"), **norm,
+                    name=under(name, "layernorm_linear_qkv"), **norm,
                 )  # fmt: skip
             else:
                 self.qkv = Linear(
-                    hidden_size, rows, parameters_split=parts, name=_under(name, "linear_qkv"),
+                    hidden_size, rows, parameters_split=parts, name=under(name, "linear_qkv"),
                     **before,
                 )  # fmt: skip
         else:
             if input_layernorm:
                 self.layernorm_query = LayerNormLinear(
                     hidden_size, of_q, parameters_split=None if fuse_qkv_params else ("query",),
-                    name=_under(name, "layernorm_linear_q"), **norm,
+                    name=under(name, "layernorm_linear_q"), **norm,
                 )  # fmt: skip
             else:
                 self.query_layer = Linear(hidden_size, of_q, **before)
             self.key_value = Linear(
                 hidden_size, 2 * of_k,
                 parameters_split=None if fuse_qkv_params else ("key", "value"),
-                name=_under(name, "linear_kv"), **before,
+                name=under(name, "linear_kv"), **before,
             )  # fmt: skip
         self.proj = Linear(
             of_q, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
-            name=_under(name, "proj"), **common, **row,
+            name=under(name, "proj"), **common, **row,
         )  # fmt: skip
 
     def forward(
@@ -242,7 +220,7 @@ class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
                 not go together, by name.
             NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
         """
-        owner = f"{_OWNER} {self.name!r}" if self.name else _OWNER
+        owner = self._label()
         attention_checks.refuse(
             owner, {"inference_params": inference_params}, ("inference_params",)
         )
@@ -311,23 +289,16 @@ class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
             q, k, v = grouped.split((each, 1, 1), -2)
             return q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)
         q, k, v = mixed.split((heads * width, groups * width, groups * width), -1)
-        return (
-            q.unflatten(-1, (heads, width)), k.unflatten(-1, (groups, width)),
-            v.unflatten(-1, (groups, width)),
-        )  # fmt: skip
+        k, v = k.unflatten(-1, (groups, width)), v.unflatten(-1, (groups, width))
+        return q.unflatten(-1, (heads, width)), k, v
 
     def _embedded(
         self, q: Tensor, k: Tensor, embed: tuple[Tensor, Tensor], attention: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        layout, turned = self.qkv_format, []
-        for x, angles, side in ((q, embed[0], "q"), (k, embed[1], "kv")):
-            steps = _starts(attention, side) if layout == "thd" else None
-            turned.append(
-                apply_rotary_pos_emb(
-                    x, angles, layout, None, self.rotary_pos_interleaved, True, steps
-                )
-            )
-        return turned[0], turned[1]
+        layout, pairs = self.qkv_format, self.rotary_pos_interleaved
+        ends = [_starts(attention, side) if layout == "thd" else None for side in ("q", "kv")]
+        q = apply_rotary_pos_emb(q, embed[0], layout, None, pairs, True, ends[0])
+        return q, apply_rotary_pos_emb(k, embed[1], layout, None, pairs, True, ends[1])
 
 
 def _starts(attention: dict[str, Any], side: str) -> Tensor | None:
@@ -337,10 +308,6 @@ def _starts(attention: dict[str, Any], side: str) -> Tensor | None:
             if attention.get(key) is not None:
                 return attention[key]
     return None
-
-
-def _under(name: str | None, part: str) -> str | None:
-    return None if name is None else f"{name}.{part}"
 
 
 def _with_norm(made: Any) -> tuple[Tensor, Tensor | None]:
@@ -363,7 +330,7 @@ def _head_norms(
 ) -> tuple[nn.Module | None, nn.Module | None]:
     if kind is None:
         return None, None
-    attention_checks.word(f"{_OWNER}: qk_norm_type", kind, ("L2Normalization", *_NORMS))
+    check_word(f"{_OWNER}: qk_norm_type", kind, ("L2Normalization", *_NORMS))
     if kind == "L2Normalization":
         return L2Normalization(eps), L2Normalization(eps)
     made = _NORMS[kind]

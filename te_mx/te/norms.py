@@ -12,19 +12,9 @@ from torch.nn import functional as F
 
 from te_mx.context.region import output_dtype
 from te_mx.nn import checks
-from te_mx.nn.norm_base import (
-    NARROW,
-    layer_norm,
-    sums_in_fp32,
-)
+from te_mx.nn.norm_base import NARROW, layer_norm, sums_in_fp32
 from te_mx.nn.tensor_parallel import Marked
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-    is_dense,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, check_size, shown
 from te_mx.te import attention_checks
 from te_mx.te.modules import default_device
 from te_mx.weights.state_dict import WithoutExtraState
@@ -36,10 +26,11 @@ def _shape(owner: str, normalized_shape: Any, hidden_size: Any) -> tuple[int, ..
             f"{owner}: give normalized_shape, or hidden_size, its older name, got "
             f"{shown(normalized_shape)} and {shown(hidden_size)}"
         )
-    name = "hidden_size" if normalized_shape is None else "normalized_shape"
-    given = hidden_size if normalized_shape is None else normalized_shape
-    listed = isinstance(given, tuple | list)
-    sizes = tuple(check_size(f"{owner}: {name}", size) for size in (given if listed else (given,)))
+    name, given = "normalized_shape", normalized_shape
+    if given is None:
+        name, given = "hidden_size", hidden_size
+    listed = given if isinstance(given, tuple | list) else (given,)
+    sizes = tuple(check_size(f"{owner}: {name}", size) for size in listed)
     if not sizes or math.prod(size or 1 for size in sizes) >= 1 << 47:
         raise ValueError(f"{owner}: {name} must be sizes that memory holds, got {shown(given)}")
     return sizes
@@ -68,9 +59,7 @@ class _Norm(Marked, WithoutExtraState, nn.Module):
         super().__init__()
         owner = f"te_mx.{type(self).__name__}"
         self.normalized_shape = _shape(owner, normalized_shape, hidden_size)
-        self.eps = check_number(f"{owner}: eps", eps)
-        if self.eps < 0:
-            raise ValueError(f"{owner}: eps must be 0 or more, got {self.eps}")
+        self.eps = check_number(f"{owner}: eps", eps, 0)
         checks.flags(owner, zero_centered_gamma=zero_centered_gamma)
         if sequence_parallel is not None:
             check_flag(f"{owner}: sequence_parallel", sequence_parallel)
@@ -118,14 +107,12 @@ class _Norm(Marked, WithoutExtraState, nn.Module):
             nn.init.zeros_(self.bias)
 
     def _checked(self, inp: Any) -> Tensor:
-        shape = self.normalized_shape
-        if not isinstance(inp, Tensor) or not is_dense(inp):
-            raise TypeError(f"te_mx.{type(self).__name__}: inp must be a dense tensor, got "
-                            f"{shown(inp)}")  # fmt: skip
+        shape, owner = self.normalized_shape, f"te_mx.{type(self).__name__}"
+        attention_checks.tensor(owner, "inp", inp)
         if tuple(inp.shape[-len(shape) :]) != shape or not attention_checks.is_float(inp):
             raise ValueError(
-                f"te_mx.{type(self).__name__}: inp must be [.., {', '.join(map(str, shape))}] of a "
-                f"float dtype, got {shown(inp)}"
+                f"{owner}: inp must be [.., {', '.join(map(str, shape))}] of a float dtype, got "
+                f"{shown(inp)}"
             )
         return inp
 

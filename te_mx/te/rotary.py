@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, check_size, check_word, shown
 from te_mx.te import attention_checks
 from te_mx.te.modules import default_device
 
@@ -134,7 +129,7 @@ def apply_rotary_pos_emb(
     owner = "te_mx.apply_rotary_pos_emb"
     taken = attention_checks.FORWARDS["RotaryPositionEmbedding"]
     attention_checks.refuse(owner, transformer_engine, taken)
-    attention_checks.word(f"{owner}: tensor_format", tensor_format, attention_checks.FORMATS)
+    check_word(f"{owner}: tensor_format", tensor_format, attention_checks.FORMATS)
     check_flag(f"{owner}: interleaved", interleaved)
     check_flag(f"{owner}: fused", fused)
     packed = tensor_format == "thd"
@@ -146,7 +141,9 @@ def apply_rotary_pos_emb(
         raise NotImplementedError(f"{owner}: start_positions do not go with tensor_format='thd'")
     size = t.shape[1] if tensor_format == "bshd" else t.shape[0]
     if packed:
-        angles = freqs[_positions(given["cu_seqlens"].to(t.device), size), 0]
+        starts, token = given["cu_seqlens"].to(t.device), torch.arange(size, device=t.device)
+        sequence = torch.searchsorted(starts, token, right=True) - 1
+        angles = freqs[token - starts.to(token.dtype)[sequence], 0]
     elif start_positions is not None:
         batch = t.shape[0] if tensor_format == "bshd" else t.shape[1]
         if len(start_positions) != batch or freqs.shape[1] != 1:
@@ -183,13 +180,6 @@ def _check(owner: str, t: Any, freqs: Any, packed: bool) -> None:
             f"{owner}: freqs must have a d of at most the width of t, {t.shape[-1]}, got "
             f"{freqs.shape[-1]}"
         )
-
-
-def _positions(starts: Tensor, tokens: int) -> Tensor:
-    """The position of each token [tokens] in its sequence."""
-    token = torch.arange(tokens, device=starts.device)
-    sequence = torch.searchsorted(starts, token, right=True) - 1
-    return token - starts.to(token.dtype)[sequence]
 
 
 def _turned(t: Tensor, angles: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx.context.region import output_dtype
-from te_mx.nn import checks
-from te_mx.runtime.arguments import check_flag
+from te_mx.nn.arguments import Options
+from te_mx.runtime.arguments import check_flag, check_word
 from te_mx.te import attention_checks, attention_masks
-from te_mx.te.attention import SharedHeads
+from te_mx.te.attention import SharedHeads, under
 from te_mx.te.modules import LayerNormMLP
 from te_mx.te.multihead_attention import MultiheadAttention
 from te_mx.te.norms import LayerNorm, RMSNorm
@@ -122,16 +122,9 @@ class TransformerLayer(SharedHeads, nn.Module):
         super().__init__()
         taken = attention_checks.CONSTRUCTORS["TransformerLayer"]
         attention_checks.refuse(_OWNER, transformer_engine, taken)
-        checks.flags(
-            _OWNER, output_layernorm=output_layernorm,
-            parallel_attention_mlp=parallel_attention_mlp,
-            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
-        )  # fmt: skip
-        attention_checks.word(f"{_OWNER}: layer_type", layer_type, ("encoder", "decoder"))
-        attention_checks.word(
-            f"{_OWNER}: attn_input_format", attn_input_format, attention_checks.FORMATS
-        )
-        checks.check_name(_OWNER, name)
+        Options("TransformerLayer", locals())
+        check_word(f"{_OWNER}: layer_type", layer_type, ("encoder", "decoder"))
+        check_word(f"{_OWNER}: attn_input_format", attn_input_format, attention_checks.FORMATS)
         post = apply_residual_connection_post_layernorm
         if parallel_attention_mlp and (post or output_layernorm or layer_type == "decoder"):
             raise ValueError(
@@ -150,10 +143,8 @@ class TransformerLayer(SharedHeads, nn.Module):
         if enc_dec_bottom_right_diagonal is not None:
             check_flag(f"{_OWNER}: enc_dec_bottom_right_diagonal", enc_dec_bottom_right_diagonal)
         self.layer_type, self.name, self.layer_number = layer_type, name, layer_number
-        self.parallel_attention_mlp, self.output_layernorm = (
-            parallel_attention_mlp,
-            output_layernorm,
-        )
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.output_layernorm = output_layernorm
         self.apply_residual_connection_post_layernorm = post
         common: dict[str, Any] = {
             "init_method": init_method, "output_layer_init_method": output_layer_init_method,
@@ -176,19 +167,19 @@ class TransformerLayer(SharedHeads, nn.Module):
             hidden_size, num_attention_heads, attn_mask_type=self_attn_mask_type,
             window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
             input_layernorm=not output_layernorm, attention_type="self",
-            name=_under(name, "self_attention"), **attention,
+            name=under(name, "self_attention"), **attention,
         )  # fmt: skip
         if layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
                 hidden_size, num_attention_heads, attn_mask_type=enc_dec_attn_mask_type,
                 window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, input_layernorm=True,
-                attention_type="cross", name=_under(name, "inter_attention"), **attention,
+                attention_type="cross", name=under(name, "inter_attention"), **attention,
             )  # fmt: skip
         self.tp_size = self.self_attention.tp_size
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
-            activation_params=activation_params, name=_under(name, "layernorm_mlp"), **common,
+            activation_params=activation_params, name=under(name, "layernorm_mlp"), **common,
         )  # fmt: skip
         if output_layernorm:
             made = RMSNorm if normalization == "RMSNorm" else LayerNorm
@@ -232,7 +223,7 @@ class TransformerLayer(SharedHeads, nn.Module):
                 not go together, by name.
             NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
         """
-        owner = f"{_OWNER} {self.name!r}" if self.name else _OWNER
+        owner = self._label()
         dims = 2 if self.self_attention.qkv_format == "thd" else 3
         size = self.self_attention.hidden_size
         attention_checks.hidden(owner, "hidden_states", hidden_states, dims, size)
@@ -276,7 +267,3 @@ class TransformerLayer(SharedHeads, nn.Module):
             kept = (torch.rand(x.shape[:1], device=x.device) < keep).view(-1, *[1] * (x.dim() - 1))
             x = torch.where(kept, x / (keep or 1.0), 0.0)  # a rate of 1 keeps none, and no NaN
         return residual + x
-
-
-def _under(name: str | None, part: str) -> str | None:
-    return None if name is None else f"{name}.{part}"

@@ -90,6 +90,14 @@ class Ready(NamedTuple):
     kernel: FrozenKernel
     form: Operand | Stack
 
+    @property
+    def as_is(self) -> bool:
+        """Whether the rows are multiplied as they are, not quantized."""
+        return False
+
+    def target(self, device: torch.device) -> None:
+        """The kernel quantizes rows by itself."""
+
     def run(
         self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
         offs: Tensor | None = None, act: str | None = None, gate: Gate | None = None,
@@ -98,7 +106,7 @@ class Ready(NamedTuple):
         ends of the groups of rows; rows of no group become 0. gate: as the
         kernel takes it."""
         call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate)
-        made = self.kernel.multiply(self.problem, call)
+        made = self.kernel.plan(self.problem)(call)
         if made is None:
             return None
         if tag >= 0:

@@ -21,6 +21,9 @@ from te_mx.weights.ranks import (
 
 _HALVES = ("activated", "gate")  # in the order of fc1's rows
 KEYS = ("fc1_weight", "fc1_bias")
+_NAMES = (
+    "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
+)  # fmt: skip
 
 
 def names_of(key: str) -> tuple[str, ...]:
@@ -30,7 +33,9 @@ def names_of(key: str) -> tuple[str, ...]:
 
 
 def split(module: Any) -> None:
-    """Turn fc1 of a module into its halves, in the same place among its parameters."""
+    """Turn fc1 of a module into its halves, in the same place among its parameters; once."""
+    if module._halves:
+        return
     held: dict[str, Any] = dict(module._parameters)
     for name in held:
         del module._parameters[name]
@@ -49,8 +54,8 @@ def split(module: Any) -> None:
 def joined(module: Any, key: str) -> Tensor | None:
     """What this rank has of one of KEYS, differentiable where it is no DTensor; None without
     biases. A weight whose halves are gathered as codes is joined before the forward."""
-    if key == "fc1_weight" and module._joined is not None:
-        return module._joined
+    if key == "fc1_weight" and module._source.joined is not None:
+        return module._source.joined
     parts = [module._parameters[name] for name in names_of(key)]
     return None if parts[0] is None else weight_parts.cat([here(part) for part in parts])
 
@@ -69,7 +74,7 @@ def save(module: Any, destination: Any, prefix: str) -> None:
     for key, _ in _held(module):
         found = [destination.pop(prefix + name) for name in names_of(key)]
         destination[prefix + key] = (
-            above.join(found) if is_spread(*found) else weight_parts.cat(found)
+            above.distributed.join(found) if is_spread(*found) else weight_parts.cat(found)
         )
     for name in module._parameters:  # the order of every LayerNormMLP
         if prefix + name in destination:
@@ -80,14 +85,14 @@ def blanks(module: Any) -> Iterator[tuple[str, Tensor]]:
     """What a state_dict has of DTensors, to be filled."""
     for key, parts in _held(module):
         if is_spread(*parts):
-            yield key, above.blank(parts)
+            yield key, above.distributed.blank(parts)
 
 
 def load(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
     """Put halves in the place of the one fc1 of a state_dict."""
     for key, parts in _held(module):
         whole, names = state_dict.get(prefix + key), [prefix + name for name in names_of(key)]
-        if is_spread(whole) and above.is_blank(whole):  # there was no such key
+        if is_spread(whole) and above.distributed.is_blank(whole):  # there was no such key
             del state_dict[prefix + key]
             continue
         if not isinstance(whole, Tensor) or whole.element_size() == 1:  # codes are refused as such
@@ -100,7 +105,7 @@ def load(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> No
             )
             continue
         del state_dict[prefix + key]
-        state_dict.update(zip(names, above.cut(whole, parts), strict=True))
+        state_dict.update(zip(names, above.distributed.cut(whole, parts), strict=True))
 
 
 def missing(module: Any, prefix: str, missing_keys: list[str]) -> None:
@@ -110,3 +115,57 @@ def missing(module: Any, prefix: str, missing_keys: list[str]) -> None:
         if all(name in missing_keys for name in names):
             missing_keys[missing_keys.index(names[0])] = prefix + key
             missing_keys.remove(names[1])
+
+
+class GatedHalves:
+    """Mixin of te_mx.LayerNormMLP, whose fc1 may be such halves."""
+
+    _halves = False
+
+    def _all_parameters(self) -> tuple[Any, ...]:
+        """Weight and bias of the normalization and of both layers, whole."""
+        module: Any = self
+        parameters, held = module._parameters, []
+        for name in _NAMES:
+            held.append(parameters[name] if name in parameters else getattr(module, name))
+        norm_weight, norm_bias, w1, b1, w2, b2 = held
+        if self._halves:
+            w1, b1 = (joined(self, key) for key in KEYS)
+        return norm_weight, norm_bias, w1, b1, w2, b2
+
+    def _parts_of(self, key: str) -> tuple[str, ...]:
+        names: tuple[str, ...]
+        names = names_of(key) if self._halves and key in KEYS else super()._parts_of(key)  # type: ignore[misc]
+        return names
+
+    def _whole(self, key: str) -> Any:
+        return joined(self, key) if self._halves and key in KEYS else super()._whole(key)  # type: ignore[misc]
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """nn.Module's. torch.distributed.checkpoint.state_dict asks every module alone (recurse is
+        False) for what it is to fill with values of another rank, and finds what is loaded."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+        if self._halves and not recurse:
+            for key, blank in blanks(self):
+                yield f"{prefix}.{key}" if prefix else key, blank
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if self._halves:
+            save(self, destination, prefix)
+
+    def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
+        if self._halves:
+            load(self, state_dict, prefix, error_msgs)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], *others: Any,
+    ) -> None:  # fmt: skip
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, *others
+        )
+        if self._halves:
+            missing(self, prefix, missing_keys)

@@ -11,15 +11,18 @@ leaves compiled code where its weight gradients need it; shared by every module 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_mx.autograd import node
 from te_mx.autograd.grad_target import (
     Label,
+    OwnedGradient,
     Owner,
     Queue,
     Start,
@@ -27,25 +30,29 @@ from te_mx.autograd.grad_target import (
     Versions,
     WeightGradient,
     Wgrad,
+    started,
 )
+from te_mx.context.region import first_run
 from te_mx.runtime.arguments import shown
-from te_mx.torch_internals import ddp_parameters, is_managed, running_ddp, wrapped
+from te_mx.torch_internals import is_managed, running_ddp, wrapped
 from te_mx.weights.ranks import above
 
 
-def owners_of(module: Any, parameters: Sequence[Tensor]) -> Sequence[Owner]:
+def owners_of(
+    module: Any, parameters: Sequence[Tensor], owned: Mapping[int, Owner] | None
+) -> Sequence[Owner]:
     """Whom the gradients of weights belong to that belong to several ranks; none where they belong
     to this one.
 
     Raises:
         NotImplementedError: FullyShardedDataParallel runs the module and would lose them.
     """
-    if module._owned is not None:
-        return [module._owned[id(parameter)] for parameter in parameters]
+    if owned is not None:
+        return [owned[id(parameter)] for parameter in parameters]
     managed = is_managed(module)
     if not managed and not wrapped:  # torch's replicate marks no module
         return ()
-    owners = above.owners(module, parameters)
+    owners = above.distributed.owners(module, parameters)
     if owners or not managed:
         return owners
     label = module._label()
@@ -64,14 +71,61 @@ def owners_of(module: Any, parameters: Sequence[Tensor]) -> Sequence[Owner]:
     )
 
 
+def grad_target(
+    layer: Any, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None,
+    owned: Mapping[int, Owner] | None,
+) -> WeightGradient | None:  # fmt: skip
+    """The place of the gradient of one weight in one call; None when there will be none. owned: the
+    owners of local weights, by the id of these."""
+    fuse = layer.fuse_wgrad_accumulation
+    again = first_run() if fuse and first is True else None
+    trains = len(parameters) == 1 and parameters[0].requires_grad
+    if not (torch.is_grad_enabled() and (trains or any(p.requires_grad for p in parameters))):
+        if again is not None:  # a reentrant checkpoint, which runs this again with gradients
+            _started(parameters, again)
+        return None
+    if node.active():
+        node.refuse(layer._label(), parameters)
+    if queue is None and layer.delay_wgrad_compute:
+        queue = layer._wgrad_queue()
+    owners = owners_of(layer, parameters, owned)
+    if layer.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
+        raise RuntimeError(
+            f"{layer._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
+            "something computes one (a parametrization, functional_call); build the module "
+            "without delay_wgrad_compute"
+        )
+    starts: Sequence[Start | None] = ()
+    if fuse and first is True:
+        own: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
+        starts = _started(own, again)
+    label = Label(layer)
+    if owners:
+        return OwnedGradient(parameters, owners, label, fuse, starts, queue)
+    if running_ddp() is not None:
+        return replicated(layer, parameters, label, starts, queue)
+    return WeightGradient(parameters, label, fuse, starts, queue)
+
+
+def _started(parameters: Sequence[Tensor], again: dict[int, Start] | None) -> list[Start | None]:
+    return [started(p, again) for p in parameters if p.requires_grad]
+
+
 def reducing_group(parameters: Sequence[Tensor]) -> Any:
     """The process group over which DistributedDataParallel, which runs a forward now, averages the
     gradients of these parameters; None where it does not."""
     ddp = running_ddp()
     if ddp is None or not ddp.require_backward_grad_sync:
         return None
-    reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
+    if ddp not in _reduced:
+        named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+        _reduced[ddp] = {id(parameter) for name, parameter in named if name not in ignored}
+    reduced = _reduced[ddp]
     return ddp.process_group if any(id(p) in reduced for p in parameters) else None
+
+
+# What each DistributedDataParallel averages: it fixes that when it is built, and holds them.
+_reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
 
 class ReplicatedGradient(WeightGradient):
@@ -96,11 +150,6 @@ class ReplicatedGradient(WeightGradient):
             if grad is not None:
                 grad.div_(torch.distributed.get_world_size(self.group))
                 torch.distributed.all_reduce(grad, group=self.group)
-
-
-def is_replicated() -> bool:
-    """Whether DistributedDataParallel runs this forward."""
-    return running_ddp() is not None
 
 
 def replicated(

@@ -12,21 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Stack, dequantize_2d
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
-from te_mx.autograd.grouped import Groups, KeptWeights, kept_weights
+from te_mx.autograd.grouped import KeptWeights, kept_weights
 from te_mx.autograd.linear_recipe import at_rest
-from te_mx.context.region import is_tracing, output_dtype
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import is_dense
-from te_mx.weights import decode, traced
-from te_mx.weights.frozen import Freezable, weight_of
+from te_mx.weights.freezing import Freezable
 from te_mx.weights.ranks import here
 from te_mx.weights.state_dict import SCALES
 
 
-class StackedWeight(Freezable):
+class OfGroups(Freezable):
+    """Mixin of modules whose weights are matrices of groups, [G, n, k] without masters."""
+
+    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
+        return kept_weights([w.detach() for w in self._each_of(key)], settings, need_dx)
+
+    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
+        weights = [w.detach() for w in self._each_of(key)]
+        row, _ = quantize_weights(weights, at_rest(settings.w), rule=settings.weight_rule)
+        return row.codes, row.scales
+
+    def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Biases stacked or not as the weights are."""
+        return biases
+
+    def _stacked_bias(self, biases: Sequence[Tensor]) -> Tensor | None:
+        """[G, N] of the parameters that hold biases."""
+        return biases[0] if biases else None
+
+
+class StackedWeight(OfGroups):
     """Mixin of te_mx.GroupedLinear. Its one key stands for the weights of all groups; without
     masters their codes lie in one buffer, group after group."""
 
@@ -63,54 +80,16 @@ class StackedWeight(Freezable):
     def _held_by(self, key: str) -> tuple[str, ...]:
         return self._weight_names
 
-    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
-        return kept_weights([w.detach() for w in self.weights()], settings, need_dx)
-
-    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        weights = [w.detach() for w in self.weights()]
-        row, _ = quantize_weights(weights, at_rest(settings.w), rule=settings.weight_rule)
-        return row.codes, row.scales
-
-    def _dropped_operand(self, key: str) -> Stack:
-        codes, scales = self._codes(key)
-        assert self._frozen is not None
-        groups, rows, k = self._frozen.shapes[key]
-        return Stack(codes, scales, at_rest(self._frozen.settings.w), groups, rows, k)
-
-    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        stack = self._dropped_operand(key)
-        made = [dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)]
-        values = [weight_parts.stack(made)] if self.single_grouped_weight else made
+    def _masters(self, key: str) -> dict[str, Tensor]:
+        stack = self._source.values(self, key)
+        values = [stack] if self.single_grouped_weight else [each.clone() for each in stack]
         return dict(zip(self._weight_names, values, strict=True))
 
-    # -------------------------------------------------------------------------- kernels of few rows
     def _stacked_bias(self, biases: Sequence[Tensor]) -> Tensor | None:
         """[G, N] of the parameters that hold biases."""
         if not biases:
             return None
         return biases[0] if self.single_grouped_bias else weight_parts.stack(biases)
-
-    def _run_few(
-        self, inp: Tensor, groups: Groups, biases: Sequence[Tensor], settings: Settings,
-        kept: KeptWeights | None,
-    ) -> Tensor | None:  # fmt: skip
-        """The result where a kernel for few rows takes it, else None. kept: what is kept of frozen
-        masters; None without masters, and in compiled code, which looks when it runs."""
-        many, n, k = self.num_gemms, self.out_features, self.in_features
-        tracing = is_tracing()
-        if groups.capacity or not (tracing or decode.is_few(inp, k, many)):
-            return None
-        dtype, quantized = output_dtype(inp), None if self._is_weight_only() else settings
-        if quantized is None and inp.dtype != dtype:  # it is rounded first
-            return None
-        bias_GN = None if self.return_bias else self._stacked_bias(biases)
-        if bias_GN is not None and (bias_GN.shape != (many, n) or bias_GN.device != inp.device):
-            return None  # the steps say what is wrong with it
-        if tracing:
-            return traced.traced(self, "weight", inp, bias_GN, settings, dtype, groups.offs)
-        weight = weight_of(self, "weight", kept, (n, k), many)
-        tag = self._tag_now()  # type: ignore[attr-defined]
-        return decode.linear(inp, weight, bias_GN, quantized, dtype, tag, groups.offs)
 
 
 def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from te_mx.torch_internals import calling_frame
-from te_mx.weights.frozen import Freezable
+from te_mx.weights.freezing import Freezable
 from te_mx.weights.weight_readers import weights_read
 
 # Code that does something to the weight of any nn.Linear: modules, and functions of some.
@@ -71,7 +71,7 @@ def is_asked_for_targets() -> bool:
 
 
 def _why(module: Any, reader: str) -> str:
-    if module._is_dropped():
+    if module._source.dropped:
         why = "only codes of its weight are left (drop_master=True)"
         remedy = "get it back first by te_mx.unfreeze_weights(model, dequantize=True)"
     else:
@@ -99,7 +99,7 @@ def take_back(model: nn.Module) -> None:
     Transformers take it for a model that was never quantized."""
     modules = [m for m in model.modules() if isinstance(m, Freezable)]
     claims = [m._claim for m in modules if m._claim is not None]
-    if not claims or any(m._is_dropped() for m in modules):
+    if not claims or any(m._source.dropped for m in modules):
         return
     methods = {str(one.get("quant_method")) for one in claims}
     # Layers of a part may hold the config of all; models are what saves one.
@@ -129,7 +129,7 @@ def check_saved(module: Any) -> None:
     model = frame and frame.f_locals.get("self")
     if not isinstance(model, nn.Module) or getattr(model, "peft_config", None):
         return
-    fields, holds = _fields(getattr(model, "config", None)), module._is_dropped()
+    fields, holds = _fields(getattr(model, "config", None)), module._source.dropped
     if holds and fields is None:
         raise RuntimeError(
             f"{module._label()} holds codes (drop_master=True), which "
@@ -144,7 +144,7 @@ def check_saved(module: Any) -> None:
     if module._claim == fields or (
         holds and any(getattr(m, "_claim", None) == fields for m in model.modules())
     ):
-        what = f"holds other codes, {module._frozen.settings.w}," if holds else "holds weights"
+        what = f"holds other codes, {module._source.settings.w}," if holds else "holds weights"
         raise RuntimeError(
             f"{module._label()} {what} since it was frozen or unfrozen by itself, and the "
             f"quantization_config of {type(model).__name__}, {fields.get('quant_method')!r}, was "

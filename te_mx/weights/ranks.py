@@ -5,46 +5,32 @@ one who puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from te_mx.autograd.grad_target import Owner
-from te_mx.autograd.linear import Lent
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.torch_internals import is_managed
 
 
 class _Above:
-    """What te_mx.distributed does, once it is imported, which te_mx does.
+    """Where te_mx.distributed registers itself when it is imported, as te_mx does. Its functions
+    for those below:
 
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
+    run_block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
+    None and why its layers run one by one.
+    codes_of(module, settings): the source (weights/source.py) of weights gathered as codes.
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
-    block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
-    None and why its layers run one by one.
-    gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
-    that it runs with.
     join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
     blank(parts): it without values, is_blank(tensor): whether it still is.
     """
 
-    run: Callable[..., Any]
-    owners: Callable[[Any, Sequence[Tensor]], list[Owner]]
-    attach: Callable[[Any], None]
-    block: Callable[[Any, Any], tuple[Any, str]]
-    gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
-    join: Callable[[Sequence[Any]], Any]
-    blank: Callable[[Sequence[Any]], Any]
-    is_blank: Callable[[Any], bool]
-    cut: Callable[[Tensor, Sequence[Any]], list[Tensor]]
+    distributed: Any
 
 
 above = _Above()
-
-
 _SPREAD = frozenset(("DTensor", "GatheredWeight"))
 
 
@@ -71,15 +57,10 @@ class SeveralRanks:
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
-    _owned: dict[int, Owner] | None = None  # owners of local weights, by the id of these
     _local: Any = None  # the module of which this is what one rank sees
     _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
     _gathered_with: Any = None  # the weights that are quantized for the same forward pass
-    _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
-    _joined: Any = None  # the whole of one of which the parts are such weights
-    _ran_with: Any = None  # the settings of that forward
     _gathers_inputs = False  # sequence parallelism gathers codes of inputs
-    _lent: Lent | None = None  # the parameter that a local weight is of
     _tokens: Tokens | None = None  # the ranks that have the other tokens of an input
 
     def _is_spread(self, inp: Any) -> bool:
@@ -94,9 +75,9 @@ class SeveralRanks:
         return found
 
     def _run_spread(self, inp: Any, *args: Any) -> Any:
-        return above.run(self, inp, *args)
+        return above.distributed.run(self, inp, *args)
 
-    def _is_lent(self) -> bool:
+    def _holds_lent(self) -> bool:
         """Whether fully_shard has put other parameters into the module for now."""
         if not is_managed(self):
             return False

@@ -5,7 +5,7 @@ Engine's names: ``<name>_weight``, ``<name>_bias``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +72,11 @@ def split_sizes(
     return dict(zip(stripped, sizes, strict=True))
 
 
+def part_names(sizes: Mapping[str, int], kind: str) -> tuple[str, ...]:
+    """The names of the parameters of a ``weight`` or ``bias`` of these parts."""
+    return tuple(f"{name}_{kind}" for name in sizes)
+
+
 def register_parts(module: nn.Module, sizes: dict[str, int]) -> None:
     """Turn the parameters ``weight`` and ``bias`` of a module into parts of these sizes."""
     for kind in ("weight", "bias"):
@@ -97,14 +102,14 @@ def joined(module: nn.Module, sizes: dict[str, int], kind: str) -> Tensor | None
     Raises:
         ValueError: a part is missing beside others, or on another device.
     """
-    if kind == "weight" and module._joined is not None:
-        return module._joined  # type: ignore[return-value]
+    if kind == "weight" and (whole := module._source.joined) is not None:  # type: ignore[union-attr]
+        return whole  # type: ignore[return-value]
     found = parts(module, sizes, kind)
     if not found:
         return None
     device = found[0].device
     if len(found) < len(sizes) or any(part.device != device for part in found):
-        names = [f"{name}_{kind}" for name in sizes]
+        names = part_names(sizes, kind)
         held = {name: getattr(module, name, None) for name in names}
         got = [f"{name} {'None' if p is None else f'on {p.device}'}" for name, p in held.items()]
         raise ValueError(
@@ -114,17 +119,62 @@ def joined(module: nn.Module, sizes: dict[str, int], kind: str) -> Tensor | None
     return weight_parts.cat(found)
 
 
-def reset_parts(
-    module: nn.Module,
-    sizes: dict[str, int],
-    in_features: int,
-    init_method: Callable[[Tensor], Any] | None,
-) -> None:
-    """nn.Linear's default initialization of each part, then `init_method` on each weight."""
-    bound = 1 / math.sqrt(in_features) if in_features else 0.0
-    for weight in parts(module, sizes, "weight"):
-        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        if init_method is not None:
-            init_method(weight)
-    for bias in parts(module, sizes, "bias"):
-        nn.init.uniform_(bias, -bound, bound)
+class SplitWeight:
+    """Mixin of the modules with a ``weight`` and a ``bias`` that parameters_split may split."""
+
+    _split: dict[str, int] | None = None  # rows of each part, by name
+
+    def _split_into(
+        self, parameters_split: Iterable[str] | Mapping[str, int], out_features: int, ranks: int
+    ) -> None:
+        """Turn the weight and the bias into parts, as `split_sizes` says."""
+        module: Any = self
+        sizes = split_sizes(module._label(), module, parameters_split, out_features, ranks)
+        register_parts(module, sizes)
+        self._split = sizes
+
+    def whole_weight(self) -> Any:
+        """The weight [out_features, in_features], also where it is split or parametrized."""
+        module: Any = self
+        return module.weight if self._split is None else joined(module, self._split, "weight")
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias [out_features], also where it is split."""
+        module: Any = self
+        return module.bias if self._split is None else joined(module, self._split, "bias")
+
+    def _weight_and_bias(self) -> tuple[Any, Any]:
+        """The whole of both, without nn.Module's slow look-up where they are plain."""
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        if self._split is None and "weight" in parameters and "bias" in parameters:
+            return parameters["weight"], parameters["bias"]
+        return self.whole_weight(), self.whole_bias()
+
+    def _parts(self, kind: str) -> list[Tensor]:
+        """The parameters of the weight or the bias, none for a layer without a bias."""
+        module: Any = self
+        if self._split is not None:
+            return parts(module, self._split, kind)
+        whole = getattr(module, kind)
+        return [] if whole is None else [whole]
+
+    def _whole(self, key: str) -> Tensor:
+        return self.whole_weight()
+
+    def _reset_parts(self) -> bool:
+        """nn.Linear's default initialization of each part, then `init_method` on each weight; False
+        where the weight is not split."""
+        module: Any = self
+        if self._split is None:
+            return False
+        bound = 1 / math.sqrt(module.in_features) if module.in_features else 0.0
+        for weight in self._parts("weight"):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            if module.init_method is not None:
+                module.init_method(weight)
+        for bias in self._parts("bias"):
+            nn.init.uniform_(bias, -bound, bound)
+        return True
+
+    def _split_repr(self) -> str:
+        return "" if self._split is None else f", parameters_split={self._split}"

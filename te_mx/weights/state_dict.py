@@ -48,7 +48,6 @@ from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import is_dense, shown
 from te_mx.weights.formats import NOTHING, Fixed
-from te_mx.weights.frozen import Freezable, Frozen
 
 _ENDS = {  # of codes -> of their scales, and what makes te_mx's of both
     "_packed": ("_scale", mxfp4_checkpoints.from_compressed_tensors),
@@ -222,15 +221,15 @@ class Codes(NamedTuple):
     fixed: Fixed | None = None
 
 
-def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
+def save_codes(module: Any, destination: Any, prefix: str) -> None:
     """state_dict entries of a module without masters."""
-    assert module._frozen is not None
+    frozen = module._source
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
     if metadata is not None:
-        metadata[_RECIPE] = module._frozen.settings._asdict()
-        metadata[_FIXED] = module._frozen.fixed._asdict()
-    dtype = _dtype_of(module._frozen.settings.w)
-    code_end, end = module._saved_as or ("", _end_of(module._frozen.settings.w))
+        metadata[_RECIPE] = frozen.settings._asdict()
+        metadata[_FIXED] = frozen.fixed._asdict()
+    dtype = _dtype_of(frozen.settings.w)
+    code_end, end = module._saved_as or ("", _end_of(frozen.settings.w))
     for key in module._weight_keys:
         codes, scales = module._codes(key)
         names = module._held_by(key)
@@ -245,7 +244,7 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
 
 
 def read_codes(
-    module: Freezable,
+    module: Any,
     state_dict: Any,
     prefix: str,
     local_metadata: Any,
@@ -265,7 +264,7 @@ def read_codes(
     ours = (*weights.values(), *scales.values())
     nothing = Codes({}, None, ours)
     if not scales:
-        if not module._is_dropped():
+        if not module._source.dropped:
             return Codes({}, None, ())
         _refuse_plain(module, weights, state_dict, missing_keys, error_msgs)
         return nothing
@@ -293,7 +292,7 @@ def read_codes(
             f"{meant}; rename them if that is the right format"
         )
         return nothing
-    dropped, made = module._is_dropped(), {}
+    dropped, made = module._source.dropped, {}
     for key, name in weights.items():
         if not dropped and not module._is_held(key):
             error_msgs.append(
@@ -351,32 +350,23 @@ def _widened(scales: Any, end: str, shape: tuple[int, ...]) -> Any:
     return scales
 
 
-def take_codes(module: Freezable, codes: Codes) -> None:
+def take_codes(module: Any, codes: Codes) -> None:
     """Make codes that were read the weights of the module."""
     if not codes.made:
         return
     assert codes.settings is not None
-    if module._frozen is None:
-        module._mark_frozen(Frozen(codes.settings))
-    else:
-        if module._frozen.settings.w != codes.settings.w:
-            module.__dict__.pop("_saved_as", None)  # names of another format
-        module._frozen.settings = codes.settings
-    assert module._frozen is not None
-    module._frozen.fixed = module._frozen.fixed if codes.fixed is None else codes.fixed
-    module._drop_masters(codes.made)
+    module._take_codes(codes.made, codes.settings, codes.fixed)
 
 
 def _refuse_plain(
-    module: Freezable, weights: dict[str, str], state_dict: Any, missing_keys: list[str],
+    module: Any, weights: dict[str, str], state_dict: Any, missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:  # fmt: skip
     """A state_dict without scales loads into anything but a module without masters."""
-    assert module._frozen is not None
     for name in weights.values():
         value = state_dict.get(name)
         if value is None:
-            missing_keys += [name, name + _end_of(module._frozen.settings.w)]
+            missing_keys += [name, name + _end_of(module._source.settings.w)]
         elif isinstance(value, Tensor) and value.element_size() == 1:
             error_msgs.append(codes_alone(name, value))
         else:
@@ -477,14 +467,14 @@ def _block_of(fmt: formats.Format) -> str:
 
 
 def _settings_for(
-    module: Freezable, saved: Any, codes: Any, scales: Any, end: str, powers: bool, prefix: str,
+    module: Any, saved: Any, codes: Any, scales: Any, end: str, powers: bool, prefix: str,
     error_msgs: list[str],
 ) -> Settings:  # fmt: skip
     """The settings that were saved with codes, or, without any, those that stand in for them.
     powers: fp32 scales were read from E8M0 bytes."""
     default = DEFAULT_SETTINGS
     if saved is None:
-        own = module._bound if module._frozen is None else module._frozen.settings
+        own = module._source.settings or module._bound
         shape = module._shape_of(module._weight_keys[0])
         fits = own is not None and _could_be(own.w, codes, scales, end)
         if own is not None and fits and not _problem(codes, scales, shape, own.w):

@@ -59,8 +59,8 @@ from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime.ran import note_read
 from te_mx.runtime.streams import apart
 from te_mx.torch_internals import constant_in_graphs
-from te_mx.weights import decode, frozen, weight_only
-from te_mx.weights.frozen import weight_of
+from te_mx.weights import decode, weight_only
+from te_mx.weights.changes import owner_of
 
 MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
 
@@ -75,6 +75,11 @@ class Traced(NamedTuple):
     settings: Settings
     most: int
     any_number: bool
+
+    @property
+    def as_is(self) -> bool:
+        """As of Ready: AsIs stands around one of which the rows are not quantized."""
+        return False
 
     def together(self, other: Traced) -> tuple[Traced, Traced]:
         """Products one behind the other, which eager code runs both in one way or the other."""
@@ -120,7 +125,7 @@ def ready(
     *groups, n, k = module._shape_of(key)
     how, fmt, lies = _how(module), settings.w, "rows"
     if how != MASTERS:
-        fmt = module._frozen.settings.w
+        fmt = module._source.settings.w
     elif not groups:
         lies = plan_weight(x.device, settings, False).row.partition("@")[2]
     as_is = how == AS_IS
@@ -140,7 +145,7 @@ def traced(
 ) -> Tensor | None:  # fmt: skip
     """x [..., k] @ weight [n, k]^T + bias as Dynamo traces it, or None, as by `ready`. offs: ends
     of the groups of a weight [G, n, k]."""
-    if needs_gradient(x, bias) or (module._is_weight_only() and x.dtype != out_dtype):
+    if needs_gradient(x, bias) or (x.dtype != out_dtype and not module._source.quantizes_inputs):
         return None  # such an input is rounded first
     found = ready(module, key, x, x.dtype, settings)
     return None if found is None else found.run(x, bias, out_dtype, offs=offs)
@@ -153,7 +158,7 @@ def many_rows(
     """x [..., k] @ weight [n, k]^T + bias for any number of rows, on what is kept of a weight
     beside its master when the graph runs; None where `traced` would be for other reasons than
     rows. The input is quantized in the graph, once for all layers that read it."""
-    if module._is_dropped() or needs_gradient(x, bias) or not _holds(module, key):
+    if module._source.dropped or needs_gradient(x, bias) or not _holds(module, key):
         return None
     held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
     row = quantized_input(x, plan_input(x.device, settings, False)).row
@@ -162,9 +167,9 @@ def many_rows(
 
 
 def kept(module: Any, key: str, settings: Settings) -> KeptWeight | None:
-    """As module._kept_weight, for products without gradients that Dynamo traces; None where
+    """As `operands` of the source, for products without gradients that Dynamo traces; None where
     `many_rows` would be."""
-    if module._is_dropped() or not _holds(module, key):
+    if module._source.dropped or not _holds(module, key):
         return None
     held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
 
@@ -176,7 +181,7 @@ def kept(module: Any, key: str, settings: Settings) -> KeptWeight | None:
 
 def _holds(module: Any, key: str) -> bool:
     """Whether a graph may be given what a frozen module holds of a weight."""
-    if module._frozen is None or module._gathered is not None or module._tokens is not None:
+    if module._tokens is not None or not module._reads_held:
         return False
     if module._local is not None or _exporting():
         return False  # shards of one rank are new tensors each time
@@ -193,9 +198,9 @@ def _exporting() -> bool:
 
 def _how(module: Any) -> str:
     """What the op is given of a weight of this module."""
-    if not module._is_dropped():
+    if not module._source.dropped:
         return MASTERS
-    return AS_IS if module._is_weight_only() else CODES
+    return CODES if module._source.quantizes_inputs else AS_IS
 
 
 # A graph keeps the kernels that were there when it was made.
@@ -225,7 +230,7 @@ def _run(x: Tensor, *args: Any) -> Tensor:
     rows = x.numel() // max(x.shape[-1], 1)
     few = most < 0 or 0 < rows <= most
     if few and owner is not None and (kept is not None or how != MASTERS):
-        weight = weight_of(owner, key, kept, (n, x.shape[-1]), groups)
+        weight = owner._source.weight(owner, key, kept, (n, x.shape[-1]), groups)
         given = None if how == AS_IS else settings
         if not (capturing(x.device) or decode.has_form(weight)):
             apart(x.device, lambda: decode.ready(x, x.dtype, weight, given))
@@ -302,7 +307,7 @@ def _known(
     the kernel; (None, None, -1) where nobody holds these tensors."""
     for one in weights if how == MASTERS else weights[:1]:
         note_read(one)
-    owner = frozen.owner_of(weights, key)
+    owner = owner_of(weights, key)
     if owner is None:
         return None, None, -1
     tag = tag_of(owner._tag_now(), len(GEMMS) * owner._weight_keys.index(key))
@@ -311,11 +316,12 @@ def _known(
 
 def _kept(owner: Any, key: str, settings: Settings, device: torch.device) -> Any:
     """What is kept of a weight as it is now, perhaps made now; None where nothing may be."""
-    found, _ = owner._frozen.current(key, owner)
+    source = owner._source
+    found, _ = source.current(owner, key)
     stands = found is not None and found.serves(settings, device, False)
     if stands or capturing(device):
-        return owner._kept_weight(key, None, settings, device, False)
-    return apart(device, lambda: owner._kept_weight(key, None, settings, device, False))
+        return source.operands(owner, key, settings, None, device, False)
+    return apart(device, lambda: source.operands(owner, key, settings, None, device, False))
 
 
 def _dense(

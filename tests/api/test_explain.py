@@ -6,13 +6,13 @@ import warnings
 
 import pytest
 import torch
+from native_words import GemmCall
 
 import te_mx
 from te_mx import _ops as ops
 from te_mx.api import blas
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.gemm import Panel
-from te_mx.backends.native import native_operand
 from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
 from te_mx.runtime.ran import LAST_RUN
@@ -73,9 +73,9 @@ def test_envelope_says_yes_exactly_when_the_kernel_accepts(isa):
             b = te_mx.quantize(torch.randn(n, 70)).operand("rowwise")
             assert a.spec == f"mxfp8_e4m3@{layout}"
             problem = Problem("gemm", place_of(CPU), b.spec, a.spec, n, 24, 70)
-            sides = native_operand(a), native_operand(b)
+            sides = a, b
             for kernel in OF_CPUS:
-                call = cpu.GemmCall(kernel.name, *sides, ops.Epilogue(), torch.empty(n, 24), None)
+                call = GemmCall(kernel.name, *sides, ops.Epilogue(), torch.empty(n, 24), None)
                 nbytes = call.workspace_bytes()
                 scratch = torch.empty(nbytes, dtype=torch.uint8)
                 accepted = call.run(scratch, nbytes) is not None

@@ -12,11 +12,7 @@ from torch import Tensor
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.linear import linear_kernel
-from te_mx.autograd import (
-    input_cache,
-    linear,
-    linear_recipe,
-)
+from te_mx.autograd import input_cache, linear, linear_recipe
 from te_mx.autograd.linear import Call, OneCallLinear
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry

@@ -7,7 +7,7 @@ import torch
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
-from te_mx.commands import checked_gemm, doctor
+from te_mx.commands import doctor
 from te_mx.commands.main import main
 from te_mx.dispatch.tuned import table
 
@@ -49,9 +49,9 @@ def test_what_is_wrong_is_said_and_is_the_exit_status(capsys, tmp_path, monkeypa
     monkeypatch.delenv("TE_MX_TUNED")
     gemm = te_mx.gemm
     off = lambda *a, **k: gemm(*a, **k)._replace(out=gemm(*a, **k).out * 1.01)  # noqa: E731
-    monkeypatch.setattr(checked_gemm.te_mx, "gemm", off)
+    monkeypatch.setattr(doctor.te_mx, "gemm", off)
     code, said = diagnosis(capsys)
-    assert code == 1 and said.count("WRONG: cpu:") == len(checked_gemm.GEMMS)
+    assert code == 1 and said.count("WRONG: cpu:") == len(doctor.GEMMS)
     monkeypatch.undo()
     monkeypatch.setattr(cpu, "native", lambda: None)
     monkeypatch.setattr(cpu, "missing_reason", lambda: "it was not built")

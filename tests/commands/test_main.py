@@ -123,14 +123,19 @@ def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch
     assert [len(names) for names, _ in times.asked] == [2, 2, 2, 1, 1]
     times["portable_f32"] = 10.0
     (panel,) = (one for one in all_kernels.kernels("gemm") if one.name == "portable_f32")
-    run = panel.run
+    make_plan = panel.make_plan
 
-    def wrong(product):
-        made = run(product)
-        product.out.mul_(1.1)
-        return made
+    def wrong(problem):
+        plan = make_plan(problem)
 
-    monkeypatch.setattr(panel, "run", wrong)
+        def run(product):
+            made = plan(product)
+            product.out.mul_(1.1)
+            return made
+
+        return run
+
+    monkeypatch.setattr(panel, "make_plan", wrong)
     monkeypatch.setattr(Frozen, "accepts", lambda self, problem: "calls native code itself")
     assert tuned(out)[1][4].use == DEFAULT
     said = capsys.readouterr()

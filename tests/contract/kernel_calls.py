@@ -30,7 +30,6 @@ from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
-from te_mx.recipes.settings import Settings
 
 FORMATS = st.sampled_from(formats.names())
 # Those whose blocks hold one row: rows of tokens belong to groups.
@@ -108,7 +107,7 @@ def quantize(data: st.DataObject, device: torch.device) -> Case:
     what = Quantize(x, row, col, rule)
     rows, cols = x.shape
     problem = Problem("quantize", place_of(device), row, col, rows, cols, dtype=x.dtype, rule=rule)
-    return Case(problem, lambda kernel: tensors_of(kernel.run(what)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(what)))
 
 
 def operand(data: st.DataObject, x: Tensor, fmt: str, layout: str) -> Operand:
@@ -124,7 +123,7 @@ def dequantize(data: st.DataObject, device: torch.device) -> Case:
     x = matrix(data, data.draw(SIZES), data.draw(SIZES), device)
     held, dtype = operand(data, x, fmt, data.draw(LAYOUTS)), data.draw(FLOATS)
     problem = Problem("dequantize", place_of(device), held.spec, "", *x.shape, dtype=dtype)
-    return Case(problem, lambda kernel: tensors_of(kernel.run(held, dtype)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(held, dtype)))
 
 
 def convert(data: st.DataObject, device: torch.device) -> Case:
@@ -133,7 +132,7 @@ def convert(data: st.DataObject, device: torch.device) -> Case:
     held = operand(data, x, fmt, data.draw(LAYOUTS))
     to = spec(data, fmt, packed(device, "rows", "cols"))
     problem = Problem("convert", place_of(device), held.spec, to, *x.shape)
-    return Case(problem, lambda kernel: tensors_of(kernel.run(held, to)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(held, to)))
 
 
 # --------------------------------------------------------------------------------------------- gemm
@@ -160,7 +159,7 @@ def gemm(data: st.DataObject, device: torch.device) -> Case:
 
     def run(kernel: Any) -> list[Tensor] | None:
         out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
-        made = kernel.run(Product(lhs, rhs, Epilogue(), out, None, Mode(precision)))
+        made = kernel.make_plan(problem)(Product(lhs, rhs, Epilogue(), out, None, Mode(precision)))
         return None if made is None else [out]
 
     return Case(problem, run, exact=False, bound=bound_of(lhs, rhs, dtype, device))
@@ -177,10 +176,8 @@ def linear_infer(data: st.DataObject, device: torch.device) -> Case:
         rule=rule,
     )  # fmt: skip
 
-    settings = Settings(fmt, of_w, fmt, rule, problem.precision, problem.spread, None)
-
     def run(kernel: Any) -> list[Tensor] | None:
-        return [kernel.infer(settings, x, w, None, dtype)]
+        return [kernel.make_plan(problem)(x, w, None, dtype)]
 
     sides = [
         reference("quantize").run(Quantize(one, f"{name}@rows", "", rule)).row
@@ -213,7 +210,7 @@ def linear_frozen(data: st.DataObject, device: torch.device) -> Case:
         form = None if kernel is None else kernel.form(sides[1])
         if form is None:
             return [out]
-        made = kernel.multiply(problem, FrozenCall(x, form, None, dtype))
+        made = kernel.make_plan(problem)(FrozenCall(x, form, None, dtype))
         return None if made is None else [made[0]]
 
     return Case(problem, run, False, bound_of(*sides, dtype, device))
@@ -238,7 +235,7 @@ def quantize_grouped(data: st.DataObject, device: torch.device) -> Case:
         "quantize_grouped", place_of(device), row, col, *x.shape, groups=len(groups.offs),
         ends="host", dtype=x.dtype, rule=rule,
     )  # fmt: skip
-    return Case(problem, lambda kernel: tensors_of(kernel.run(what)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(what)))
 
 
 def quantize_weights(data: st.DataObject, device: torch.device) -> Case:
@@ -254,7 +251,7 @@ def quantize_weights(data: st.DataObject, device: torch.device) -> Case:
         "quantize_weights", place_of(device), row, col, rows, cols, groups=count, ends="host",
         dtype=first.dtype, rule=rule,
     )  # fmt: skip
-    return Case(problem, lambda kernel: tensors_of(kernel.run(what)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(what)))
 
 
 def gemm_rows(data: st.DataObject, device: torch.device) -> Case:
@@ -277,7 +274,7 @@ def gemm_rows(data: st.DataObject, device: torch.device) -> Case:
     def run(kernel: Any) -> list[Tensor] | None:
         out = torch.full((rows, n), torch.nan, device=device)
         call = GroupedRows(lhs.row, rhs, groups, None, out, Mode())
-        return None if kernel.run(call) is None else [out]
+        return None if kernel.make_plan(problem)(call) is None else [out]
 
     whole = lhs.row.values(torch.float64).abs().sum(1, keepdim=True)
     largest = max(rhs.group(i).values(torch.float64).abs().max() for i in range(count))
@@ -301,7 +298,11 @@ def gemm_k(data: st.DataObject, device: torch.device) -> Case:
 
     def run(kernel: Any) -> list[Tensor] | None:
         out = torch.full((count, m, n), torch.nan, device=device)
-        return None if kernel.run(GroupedK(*sides, groups, out, False, Mode())) is None else [out]
+        return (
+            None
+            if kernel.make_plan(problem)(GroupedK(*sides, groups, out, False, Mode())) is None
+            else [out]
+        )
 
     bound = torch.full((count, m, n), 2.0**-12 * (rows + 1), dtype=torch.float64, device=device)
     return Case(problem, run, False, bound)
@@ -320,7 +321,7 @@ def moe_align(data: st.DataObject, device: torch.device) -> Case:
     local = torch.arange(experts, dtype=torch.int32, device=device) - 1
     what = Align(ids, block_m, experts, data.draw(st.sampled_from([None, local])))
     problem = Problem("moe_align", place_of(device), m=len(ids), n=experts, k=block_m)
-    return Case(problem, lambda kernel: tensors_of(kernel.run(what)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(what)))
 
 
 def moe_gemm(data: st.DataObject, device: torch.device) -> Case:
@@ -341,7 +342,7 @@ def moe_gemm(data: st.DataObject, device: torch.device) -> Case:
     def run(kernel: Any) -> list[Tensor] | None:
         out = torch.zeros((routed, n), dtype=dtype, device=device)
         call = RoutedGemm(lhs, rhs, Routing(*lists, block_m, 1), None, weights, out, Mode())
-        return None if kernel.run(call) is None else [out]
+        return None if kernel.make_plan(problem)(call) is None else [out]
 
     bounds = torch.stack([bound_of(lhs, w, dtype, device) for w in each])
     return Case(problem, run, exact=False, bound=bounds.amax(0))
@@ -363,7 +364,7 @@ def norm_quantize(data: st.DataObject, device: torch.device) -> Case:
         "norm_quantize", place_of(device), step.target.row, step.target.col, *x.shape,
         dtype=x.dtype, rule=step.target.rule,
     )  # fmt: skip
-    return Case(problem, lambda kernel: tensors_of(kernel.run(step)))
+    return Case(problem, lambda kernel: tensors_of(kernel.make_plan(problem)(step)))
 
 
 def act_quantize(data: st.DataObject, device: torch.device) -> Case:
@@ -377,7 +378,14 @@ def act_quantize(data: st.DataObject, device: torch.device) -> Case:
     floor = 2.0**-6 * (1 + float(h.abs().max())) ** 2  # gelu cancels, gates multiply
     # exp and tanh are not the same to the last bit everywhere.
     near = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[step.dtype]
-    return Case(problem, lambda kernel: tensors_of(kernel.run(step)), False, None, near, floor)
+    return Case(
+        problem,
+        lambda kernel: tensors_of(kernel.make_plan(problem)(step)),
+        False,
+        None,
+        near,
+        floor,
+    )
 
 
 CASES = {
@@ -389,6 +397,7 @@ CASES = {
 }  # fmt: skip
 # Ops that other tests run, with why.
 ELSEWHERE = {
+    "layer": "is autograd's: tests/autograd/test_layer_one_call.py and tests/gpu",
     "linear": "is autograd's: tests/autograd/test_linear_one_call.py and tests/gpu",
     "norm_rows": "is norm_quantize without codes: tests/gpu/test_sm90_norm_rows.py",
     "norm_backward": "has sums of its own order: tests/backends/reference/test_fused_ops.py",

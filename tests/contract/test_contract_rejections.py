@@ -225,9 +225,9 @@ def test_routed_products(fmt, nothing_runs):
     wrong = quantized("mxfp4+rht32:0x3", 3, K)
     nothing_runs()
     out = held[: 6 * N * 4].view(F32).view(6, N)
-    refused(lambda: call(x, w, *lists_, out=out, **how), "out and w share memory")
+    refused(lambda: call(x, w, *lists_, out=out, **how), "out and the codes of w share memory")
     out = x.rowwise_data.view(U8).view(-1)[: 6 * N * 2].view(BF16).view(6, N)
-    refused(lambda: call(x, other, *lists_, out=out, **how), "out and a share memory")
+    refused(lambda: call(x, other, *lists_, out=out, **how), "out and the codes of a share memory")
     room = torch.full((6, N), 5.0)
     for at, name in ((1, "expert_ids"), (2, "num_tokens_post_padded")):
         given = list(lists_)
@@ -253,7 +253,7 @@ def test_what_grouped_gemm_writes(fmt, nothing_runs):
         (torch.zeros(N, M).t(), {}, "out must be contiguous"),
         (torch.zeros(M, N), {"out_dtype": torch.float16}, "out is torch.float32 but out_dtype"),
         (torch.zeros(M, N).double(), {}, "out must be float32, bfloat16 or float16"),
-        (held[: M * N * 2].view(BF16).view(M, N), {}, "out and inp share memory"),
+        (held[: M * N * 2].view(BF16).view(M, N), {}, "out and the codes of inp share memory"),
     ):
         refused(lambda o=out, m=more: te_mx.grouped_gemm(x, w, offs=ENDS, out=o, **m), says)
 

@@ -46,7 +46,11 @@ def rows_of(lhs: Operand, rows: slice) -> Operand:
 def gemm(kernel: Kernel, problem: Problem, x: Tensor, lhs: Operand, rhs: Operand) -> Tensor | None:
     out = torch.full((lhs.rows, rhs.rows), torch.nan, dtype=problem.dtype, device=x.device)
     mode = Mode(problem.precision, split_k=problem.split_k)
-    return None if kernel.run(Product(lhs, rhs, Epilogue(), out, None, mode)) is None else out
+    return (
+        None
+        if kernel.make_plan(problem)(Product(lhs, rhs, Epilogue(), out, None, mode)) is None
+        else out
+    )
 
 
 def linear_frozen(
@@ -55,7 +59,7 @@ def linear_frozen(
     form = kernel.form(rhs)
     if form is None:
         return None
-    return kernel.multiply(problem, FrozenCall(x, form, None, problem.dtype))[0]
+    return kernel.make_plan(problem)(FrozenCall(x, form, None, problem.dtype))[0]
 
 
 @allowed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx.conversion import auto_filter
+from te_mx.conversion import decisions
 from te_mx.dispatch.cost import Costs, costs_of, predict, register_costs
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling, get_default_recipe
 
@@ -96,7 +96,7 @@ def test_costs_are_given_once():
 @pytest.fixture
 def fast_device(monkeypatch):
     """Costs of an AMX CPU for whatever kernel this machine runs."""
-    monkeypatch.setattr(auto_filter, "costs_of", lambda kernel: costs_of("amx_bf16"))
+    monkeypatch.setattr(decisions, "costs_of", lambda kernel: costs_of("amx_bf16"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
@@ -161,7 +161,7 @@ def test_an_accelerator_that_is_not_there(monkeypatch):
 
 
 def test_a_slow_device_gains_nothing(monkeypatch):
-    monkeypatch.setattr(auto_filter, "costs_of", lambda kernel: costs_of("avx512_bf16"))
+    monkeypatch.setattr(decisions, "costs_of", lambda kernel: costs_of("avx512_bf16"))
     net = nn.Sequential(nn.Linear(4096, 4096, device="meta"))
     assert te_mx.convert_model(net, filter_fn="auto", dry_run=True).converted == []
 

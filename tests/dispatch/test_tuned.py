@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 
+import as_on_hopper
+import fake_sm90
 import pytest
 import torch
 
 import te_mx
 from te_mx import _ops as ops
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped
+from te_mx.backends.cpu import moe as cpu_moe
 from te_mx.backends.device_names import short_name
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
@@ -155,7 +157,7 @@ def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
     usual = registry.pick_problem(problem)
 
     class Other(all_kernels.Kernel):
-        op, name, rank = "gemm_rows", "other", usual.rank + 1
+        op, name, rank, run = "gemm_rows", "other", usual.rank + 1, None
 
         def accepts(self, given):
             return None
@@ -172,7 +174,7 @@ def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
         (same, "other"),
         (same._replace(groups=5), usual.name),
     ):
-        assert registry.pick_grouped(given).name == registry.pick_grouped(given).name == name
+        assert registry.planned_problem(given)[0].name == name
 
 
 def test_mixtures_follow_rows_of_their_tokens_experts_and_top_k(portable, tmp_path, monkeypatch):
@@ -181,9 +183,9 @@ def test_mixtures_follow_rows_of_their_tokens_experts_and_top_k(portable, tmp_pa
     experts, top_k, how = 4, 2, "few rows on portable_f32"
     w = te_mx.quantize(torch.randn(experts, N, K), fmt="mxfp4")
     ran = []
-    call = binding_grouped.moe_gemm
+    call = cpu_moe.moe_gemm
     monkeypatch.setattr(
-        binding_grouped, "moe_gemm", lambda p, kernels: (ran.append(kernels), call(p, kernels))[1]
+        cpu_moe, "moe_gemm", lambda p, kernels: (ran.append(kernels), call(p, kernels))[1]
     )
     key = Key("cpu_portable", "moe_gemm", "mxfp8_e4m3", "mxfp4", N, K, 4, experts, top_k)
     results = []
@@ -258,18 +260,23 @@ def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
 
     calls = []
     monkeypatch.setattr(split_k, "parts", lambda *sizes: 7)
-    monkeypatch.setattr(
-        sm90.binding, "gemm", lambda *given: (calls.append(given[7:]), (True, None))[1]
-    )
     q = te_mx.quantize(torch.randn(4, K)).operand("rowwise")
     plain, gelu = ops.Epilogue(), ops.Epilogue(gelu="tanh")
+
+    def gemm(args):
+        calls.append((args.parts, args.kernel))
+        return fake_sm90.OK
+
     for how, epilogue, may_cut in (
         ("", plain, True), ("", plain, False), ("parts 4", plain, True), ("parts 4", plain, False),
         ("tile 128x128", plain, True), ("tile 128x128", gelu, True), ("tile 64x128", gelu, False),
     ):  # fmt: skip
-        mode = ops.Mode(split_k=may_cut)
-        product = sm90.Product(q, q, epilogue, torch.empty(4, 4), None, mode)
-        adaptive.configured(how).multiply(product, sm90.Scratches(CPU))
+        with as_on_hopper.hopper() as patch:
+            patch.setattr(split_k, "parts", lambda *sizes: 7)
+            patch.setattr(fake_sm90, "gemm", gemm)
+            one = problem._replace(lhs=q.spec, rhs=q.spec, n=4, k=K, split_k=may_cut)
+            product = sm90.Product(q, q, epilogue, torch.empty(4, 4), None, ops.Mode())
+            assert adaptive.configured(how).make_plan(one)(product).name == "sm90_adaptive"
     assert calls == [(7, -1), (1, -1), (4, -1), (1, -1), (1, 2), (1, -1), (1, 3)]
     assert adaptive.configuration == ""
 

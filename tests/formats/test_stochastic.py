@@ -6,6 +6,7 @@ import bisect
 import functools
 from fractions import Fraction
 
+import format_oracle
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ import te_mx
 from te_mx import formats
 from te_mx._ops import quantize_2d
 from te_mx.formats.stochastic import philox, random_bits
-from tests.formats import format_oracle
 
 # Random123's known answers of philox4x32-10: counter, key -> words.
 KNOWN = [

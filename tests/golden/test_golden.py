@@ -11,15 +11,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import all_cases
-from digests import LEVELS, digest, path_of
+from digests import LEVELS, cases_of, digest, path_of
 
 from te_mx.backends import cpu
 
 
 def changed(level: str, device: str) -> list[str]:
     want = json.loads(path_of(level).read_text())
-    cases = all_cases()
+    cases = cases_of(device)
     assert list(cases) == list(want), "other cases than there are digests of"
     where = torch.device(device)
     return [name for name, run in cases.items() if digest(run(where)) != want[name]]

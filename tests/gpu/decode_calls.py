@@ -11,8 +11,8 @@ from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-MX = {"mxfp8_e4m3": 0, "mxfp8_e5m2": 1, "mxfp4": 6}
-FACTORS = {"fp8_e4m3_1x128": 0, "fp8_e4m3_128x128": 0, "fp8_e5m2_128x128": 1}
+MX = {"mxfp8_e4m3": 0, "mxfp4": 6}
+FACTORS = {"fp8_e4m3_1x128": 0, "fp8_e4m3_128x128": 0}
 ELEMENTS = MX | FACTORS
 
 
@@ -68,11 +68,6 @@ def decode(w, w_fmt, x, out, k, scales=None, **how):
     gate, x_act = how.pop("gate", (None, 0))
     if gate is not None:
         args.gate, args.ldgate, args.x_act = gate.data_ptr(), gate.stride(0), x_act
-    residual, total = how.pop("added", (None, None))
-    if residual is not None:
-        args.residual, args.ldr, args.sum = (
-            residual.data_ptr(), residual.stride(0), total.data_ptr(),
-        )  # fmt: skip
     binding.set_execution(args, 0)
     args.kernel = how.pop("split", -1)
     ends = how.pop("ends", None)

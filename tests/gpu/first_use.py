@@ -154,7 +154,7 @@ CASES: dict[str, Callable[[], Callable[[], list[Tensor]]]] = {
     "frozen_dropped": partial(frozen, True),
     "gemm": gemm,
     "gemm_nn": partial(gemm, layout="NN"),
-    "gemm_e5m2": partial(gemm, ("e5m2", "e5m2"), out_dtype=_F32),
+    "gemm_e5m2": partial(gemm, ("e4m3", "e5m2"), out_dtype=_F32),
     "gemm_large": partial(gemm, size=(4096, 4096, 256), split_k=False),
     "gemm_larger": partial(gemm, size=(8192, 8192, 256), split_k=False),
     "gemm_small": partial(gemm, size=(16, 128, 256), split_k=False),

@@ -183,10 +183,10 @@ def assert_product(got, lhs, rhs):
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
 def test_products_of_quantized_matrices(shape, block, config):
     kinds = (("gaussian", "gaussian"), ("rows", "channels"), ("huge", "tiny"), ("nan", "sparse"))
-    elements = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"))
+    elements = (("e4m3", "e4m3"), ("e5m2", "e4m3"))
     for i, kind in enumerate(kinds):
         lhs, rhs = operands(
-            *shape, block, kind, elements[(i + shape[0]) % 4], ("pow2", "fp32")[i % 2]
+            *shape, block, kind, elements[(i + shape[0]) % 2], ("pow2", "fp32")[i % 2]
         )
         dtype = (torch.float32, torch.bfloat16)[(i + shape[1] // 128) % 2]
         assert_product(product(lhs, rhs, config, out_dtype=dtype), lhs, rhs)

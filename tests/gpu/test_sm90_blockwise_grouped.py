@@ -99,7 +99,7 @@ def test_quantizer_gives_the_bytes_of_each_group_alone(case, capacity, columns):
 )
 def test_weights_of_groups_have_the_bytes_of_each_alone(block, row, col, rule):
     for number, (n, k) in enumerate(((48, 64), (130, 72), (1, 200), (384, 520))):
-        dtype, fmt = DTYPES[number % 3], f"fp8_{('e4m3', 'e5m2')[number % 2]}_{block}"
+        dtype, fmt = DTYPES[number % 3], f"fp8_e4m3_{block}"
         stack = torch.stack([calls.data(n, k, KINDS[number], dtype, seed=i) for i in range(5)])
         specs = [f"{fmt}@{layout}" if layout else "" for layout in (row, col)]
         for weights in (stack, list(stack.unbind(0))):
@@ -134,7 +134,7 @@ def alone_of(x: torch.Tensor, spec: str, rule: str) -> Operand:
 @every_case
 def test_products_of_rows_have_the_bits_of_single_ones(case, capacity, block):
     number, (splits, _, k, n) = case
-    problem, (left, right) = problem_of(case, capacity), PAIRS[number % 4]
+    problem, (right, left) = problem_of(case, capacity), PAIRS[number % 2]
     rule, dtype = ("fp32", "pow2")[number % 2], DTYPES[number % 3]
     x = calls.data(problem.rows, k, KINDS[number % len(KINDS)], torch.bfloat16)
     stack = torch.stack(
@@ -169,7 +169,7 @@ def test_products_of_rows_have_the_bits_of_single_ones(case, capacity, block):
 @every_case
 def test_products_of_k_have_the_bits_of_single_ones(case, capacity, columns):
     number, (splits, _, k, n) = case
-    problem, (left, right) = problem_of(case, capacity), PAIRS[number % 4]
+    problem, (right, left) = problem_of(case, capacity), PAIRS[number % 2]
     rule, dtype = COLUMNS[columns][0], DTYPES[number % 3]
     kind = KINDS[number % len(KINDS)]
     x = calls.data(problem.rows, k, kind, torch.bfloat16)

@@ -136,24 +136,6 @@ def test_activations():
             torch.testing.assert_close(out.double(), apply(h.double()), rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("split", SPLITS[::5])
-@pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
-def test_sums_with_a_residual(w_fmt, split):
-    n, k = 203, 1100
-    form, _ = packed(spread(n, k, 1, 1), w_fmt)
-    x, bias = torch.randn(33, k, device="cuda").bfloat16(), torch.randn(n, device="cuda")
-    for dtype in (BF16, F16, F32):
-        other = torch.randn(33, n + 5, device="cuda").to(dtype)[:, :n]
-        for m in (1, 5, 12, 33):
-            how = {"bias": bias, "split": split}
-            expected = decode(form, w_fmt, x[:m], nothing(m, n, dtype)[:, :n], k, **how)
-            total = torch.empty((m, n), dtype=dtype, device="cuda")
-            out = nothing(m, n, dtype)[:, :n]
-            decode(form, w_fmt, x[:m], out, k, added=(other[:m], total), **how)
-            assert torch.equal(bits(out), bits(expected))
-            assert torch.equal(bits(total), bits(out + other[:m]))
-
-
 @pytest.mark.parametrize(("act", "name"), [(3, "silu"), (4, "qgelu"), (0, "gelu")])
 @pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
 def test_gates_are_those_of_the_activation_kernel(w_fmt, act, name):

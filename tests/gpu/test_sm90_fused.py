@@ -9,9 +9,8 @@ import torch
 
 from te_mx._ops import quantized
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
-from te_mx.backends.native import native_target
 from te_mx.backends.reference import fused_math
-from te_mx.backends.sm90 import binding_fused
+from te_mx.dispatch import registry
 from te_mx.dispatch.fused import (
     ACTIVATIONS,
     NORMS,
@@ -29,7 +28,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, F32, F16)
 # Whole tiles; tails in both directions; 8 columns that straddle the halves; odd; long rows; one.
 SHAPES = ((256, 384), (300, 200), (129, 264), (77, 1001), (33, 9000), (1, 1))
-E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
+E4M3, E5M2, LOW = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128"
 TARGETS = (  # what te_mx.Linear asks for, then other forms, single directions, nothing
     Target(f"{E4M3}@sm90:8", f"{E4M3}@sm90:8", "rceil"),
     Target(f"{E5M2}@sm90:0", f"{E5M2}@sm90:0", "floor"),
@@ -38,6 +37,13 @@ TARGETS = (  # what te_mx.Linear asks for, then other forms, single directions, 
     Target(f"{E4M3}@sm90:8", "", "rceil"),
     Target("", f"{E4M3}@sm90:8", "rceil"),
     Target("", "", "rceil"),
+    # What the recipes with fp32 scales ask for, plain ones, single directions, another element.
+    Target(f"{LOW}@sm90_factors", f"{LOW}@sm90:8", "pow2"),
+    Target(f"{LOW}@sm90_factors", f"{LOW}@sm90_factors", "fp32:0.0001"),
+    Target(f"{LOW}@rows", f"{LOW}@cols", "fp32"),
+    Target("", f"{LOW}@sm90:0", "pow2"),
+    Target(f"{LOW}@sm90_factors", "", "pow2"),
+    Target("fp8_e5m2_1x128@rows", "fp8_e5m2_1x128@rows", "fp32"),
 )
 
 
@@ -338,6 +344,12 @@ def test_more_than_two_to_the_31_elements():
 
 def test_the_native_code_runs():
     x, weight = randn(256, 256), torch.ones(256, device="cuda")
-    wanted = native_target(TARGETS[0])
-    assert binding_fused.normalize(x, weight, None, Norm("RMSNorm", 1e-5), BF16, False, wanted)
-    assert binding_fused.activate(x, None, Activation("silu"), BF16, False, wanted)
+    norm = Norm("RMSNorm", 1e-5)
+    for target in (TARGETS[0], TARGETS[7], TARGETS[8]):
+        for op, step in (
+            ("norm_quantize", NormStep(x, weight, None, norm, BF16, False, target)),
+            ("act_quantize", ActStep(x, None, Activation("silu"), BF16, False, target)),
+        ):
+            specs = target.row, target.col, (*x.shape, 1)
+            kernel, plan = registry.planned(op, x.device, *specs, BF16, rule=target.rule)
+            assert kernel.name == "sm90" and plan.specs(BF16) is not None and plan(step) is not None

@@ -28,7 +28,7 @@ PAIRS = (
     ("tiny", "huge"),
     ("sparse", "nan"),
 )
-FORMATS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"))
+FORMATS = (("e4m3", "e4m3"), ("e5m2", "e4m3"))  # E5M2 is multiplied from the left alone
 OUTPUTS = (torch.bfloat16, torch.float32)
 # Hopper's FP8 products keep 13 bits below the largest one of a sum of 32 and cut off the rest, so a
 # K = 32 sum is off by at most 33 such cuts of its largest product or of the sum before it.
@@ -59,7 +59,7 @@ def largest_products(a, b):
 def test_products_of_packed_operands(shape, pair, config):
     m, n, k = shape
     index = SHAPES.index(shape) + PAIRS.index(pair)
-    lhs_fmt, rhs_fmt = FORMATS[index % 4]
+    lhs_fmt, rhs_fmt = FORMATS[index // 2 % 2]
     dtype = OUTPUTS[index % 2]
     a, b = calls.data(m, k, pair[0], torch.float32, 1), calls.data(n, k, pair[1], torch.float32, 2)
     pa, pb = calls.operand(a, lhs_fmt), calls.operand(b, rhs_fmt)

@@ -24,7 +24,7 @@ from te_mx.recipe import Format, MXFP8BlockScaling
 sys.path.append(str(Path(__file__).parent.parent))
 from grouped_cases import equal, loop_of, parameters, run_loop
 
-PAIRS = [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")]
+PAIRS = [("e4m3", "e4m3"), ("e4m3", "e5m2")]  # forward, backward
 # (rows of every group, rows behind, in features, out features)
 SPLITS = [
     ([128, 256], 0, 256, 256),
@@ -157,7 +157,7 @@ def test_quantizer_gives_the_bytes_of_each_group_alone(case, kind, capacity):
 def test_products_have_the_bits_of_single_ones(case, capacity, config):
     number, (splits, behind, k, n) = case
     problem = Problem(splits, behind, max(*splits, 1) + behind if capacity else 0, number % 2 == 0)
-    kind, (fwd, bwd) = KINDS[number % len(KINDS)], PAIRS[number % 4]
+    kind, (fwd, bwd) = KINDS[number % len(KINDS)], PAIRS[number % 2]
     dtype = list(DTYPES)[number % 3]
     x = calls.data(problem.rows, k, kind, torch.bfloat16)
     grad = calls.data(problem.rows, n, kind, torch.bfloat16, seed=1)

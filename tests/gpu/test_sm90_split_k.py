@@ -34,7 +34,7 @@ def fresh_cache():
 def test_products_in_parts(shape, pair):
     m, n, k = shape
     index = SHAPES.index(shape) + PAIRS.index(pair)
-    formats, dtype = FORMATS[index % 4], OUTPUTS[index % 2]
+    formats, dtype = FORMATS[index // 2 % 2], OUTPUTS[index % 2]
     parts = min(PARTS[index % 5], -(-k // 128))
     a, b = calls.data(m, k, pair[0], torch.float32, 1), calls.data(n, k, pair[1], torch.float32, 2)
     pa, pb = calls.operand(a, formats[0]), calls.operand(b, formats[1])

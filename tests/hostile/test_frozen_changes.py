@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import te_mx
-from te_mx.nn import base
+from te_mx.weights import frozen
 
 
 def frozen_layer() -> te_mx.Linear:
@@ -191,17 +191,17 @@ def test_a_parameter_in_the_place_of_a_dead_one():
         del layer.weight
         layer.weight = nn.Parameter(torch.randn(40, 40), requires_grad=False)
         assert torch.equal(run(layer, x), expected(layer, x))
-    assert not layer._frozen.kept  # nothing is held for a parameter that is gone
+    assert not layer._source.kept  # nothing is held for a parameter that is gone
     te_mx.freeze_weights(layer)
-    kept = layer._frozen.kept["weight"]
-    assert torch.equal(run(layer, x), expected(layer, x)) and layer._frozen.kept["weight"] is kept
+    kept = layer._source.kept["weight"]
+    assert torch.equal(run(layer, x), expected(layer, x)) and layer._source.kept["weight"] is kept
 
 
 def test_a_borrowed_weight_is_quantized_and_not_kept():
     """functional_call lends tensors for one forward, as FSDP does; the next ones may lie in the
     same memory with other values."""
     layer, x = frozen_layer(), torch.randn(5, 40)
-    own, kept = run(layer, x), layer._frozen.kept["weight"]
+    own, kept = run(layer, x), layer._source.kept["weight"]
     borrowed = {"weight": torch.randn(40, 40)}
     for _ in range(3):
         with torch.no_grad(), te_mx.autocast():
@@ -211,7 +211,7 @@ def test_a_borrowed_weight_is_quantized_and_not_kept():
             other.bias.copy_(layer.bias)
             assert torch.equal(got, other(x))
         borrowed["weight"].data.mul_(-1)  # a write that torch does not count
-    assert layer._frozen.kept["weight"] is kept and torch.equal(run(layer, x), own)
+    assert layer._source.kept["weight"] is kept and torch.equal(run(layer, x), own)
 
 
 def test_parameters_of_inference_mode_are_quantized_every_time():
@@ -261,7 +261,7 @@ def test_copies_follow_their_own_parameters():
     before = run(layer, x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(run(other, x), before)
-        assert other._frozen.kept
+        assert other._source.kept
         merge_in_place(other)
         assert torch.equal(run(other, x), expected(other, x))
     assert torch.equal(run(layer, x), before)
@@ -270,20 +270,20 @@ def test_copies_follow_their_own_parameters():
 def test_what_a_graph_reads_outlives_a_change(monkeypatch):
     """A captured graph holds addresses, not tensors."""
     layer, x = frozen_layer(), torch.randn(5, 40)
-    kept = layer._frozen.kept["weight"]
+    kept = layer._source.kept["weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(base, "capturing", lambda device: True)
+        patch.setattr(frozen, "capturing", lambda device: True)
         run(layer, x)
         run(layer, x)
     merge_in_place(layer)
     run(layer, x)
-    assert layer._frozen.kept["weight"] is not kept
-    assert len(layer._frozen.in_graphs) == 1 and layer._frozen.in_graphs[0] is kept
+    assert layer._source.kept["weight"] is not kept
+    assert len(layer._source.in_graphs) == 1 and layer._source.in_graphs[0] is kept
 
 
 def test_a_change_while_capturing_is_seen(monkeypatch):
     layer, x = frozen_layer(), torch.randn(5, 40)
     merge_in_place(layer)
-    monkeypatch.setattr(base, "capturing", lambda device: True)
+    monkeypatch.setattr(frozen, "capturing", lambda device: True)
     assert torch.equal(run(layer, x), expected(layer, x))
-    assert not layer._frozen.kept  # what is made in a capture has no values yet
+    assert not layer._source.kept  # what is made in a capture has no values yet

@@ -48,7 +48,7 @@ def test_a_copy_does_not_outlive_the_shards_it_is_of(mesh, load):
                 mine.to_local().mul_(-1.5)
                 theirs.copy_(mine.full_tensor())
         assert torch.equal(run(layers, x), run(plain, x))
-    assert not layers[0]._frozen.kept
+    assert not layers[0]._source.kept
 
 
 def test_dropping_masters_of_what_is_sharded_is_refused(mesh):
@@ -60,7 +60,7 @@ def test_dropping_masters_of_what_is_sharded_is_refused(mesh):
     layers[0].unshard()
     with pytest.raises(ValueError, match=r"sharded by fully_shard and not resharded.*reshard\(\)"):
         te_mx.freeze_weights(whole)
-    assert layers[0]._frozen is None
+    assert not layers[0]._source.standing
 
 
 def test_freezing_what_is_sharded(mesh):
@@ -72,7 +72,7 @@ def test_freezing_what_is_sharded(mesh):
     assert not any(p.requires_grad for p in layers.parameters())
     for _ in range(2):
         assert torch.equal(run(layers, x), run(plain, x))
-    assert not layers[0]._frozen.kept
+    assert not layers[0]._source.kept
     te_mx.unfreeze_weights(layers)
     assert all(p.requires_grad for p in layers.parameters())
 

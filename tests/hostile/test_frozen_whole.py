@@ -12,7 +12,7 @@ import te_mx
 def state_of(model):
     """Everything that freezing changes."""
     flags = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
-    return flags, [m._frozen for m in model.modules() if hasattr(m, "_frozen")], str(model)
+    return flags, [m._source for m in model.modules() if hasattr(m, "_source")], str(model)
 
 
 def mixed_groups(**options):
@@ -75,8 +75,8 @@ def test_an_error_half_way(drop_master, at, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         te_mx.freeze_weights(model, drop_master)
     if drop_master and at == 2:  # what was dropped stays so, and the rest is as it was
-        assert [m._is_dropped() for m in model] == [True, False]
-        assert model[1]._frozen is None and all(p.requires_grad for p in model[1].parameters())
+        assert [m._source.dropped for m in model] == [True, False]
+        assert not model[1]._source.standing and all(p.requires_grad for p in model[1].parameters())
         assert te_mx.freeze_weights(model, drop_master) == 2
     else:
         assert state_of(model) == before
@@ -108,4 +108,4 @@ def test_words_are_no_bools(value):
         te_mx.unfreeze_weights(layer, dequantize=value)
     with pytest.raises(TypeError, match=r"model must be an nn.Module, got OrderedDict"):
         te_mx.freeze_weights(layer.state_dict())
-    assert layer._frozen is None
+    assert not layer._source.standing

@@ -306,7 +306,7 @@ def test_five_hundred_state_dicts_that_are_wrong():
         state, made = _mutated(state, draw)
         before = {name: (t, t.clone()) for name, t in _held(layer)}
         trained, shown = [t.requires_grad for _, t in layer.named_parameters()], str(layer)
-        settings = layer._frozen and (layer._frozen.settings, layer._frozen.fixed)
+        settings = (layer._source.settings, layer._source.fixed)
         how = {"strict": draw.random() < 0.5, "assign": draw.random() < 0.3}
         try:
             layer.load_state_dict(state, **how)
@@ -321,9 +321,7 @@ def test_five_hundred_state_dicts_that_are_wrong():
                     assert after[name] is tensor and torch.equal(tensor, value), (name, made)
                 assert trained == [t.requires_grad for _, t in layer.named_parameters()], made
                 assert str(layer) == shown
-                assert settings == (
-                    layer._frozen and (layer._frozen.settings, layer._frozen.fixed)
-                ), made
+                assert settings == ((layer._source.settings, layer._source.fixed)), made
         else:
             held = [t for _, t in _held(layer)]
             if not any(t.is_meta or t.dtype not in (torch.float32, torch.uint8) for t in held):
@@ -344,13 +342,13 @@ def test_codes_come_with_their_recipe(kind, tmp_path):
     for layer in (KINDS[kind](), dropped(KINDS[kind]())):
         model = nn.Sequential(layer)
         model.load_state_dict(state)
-        assert layer._frozen.settings == FLOOR.settings
+        assert layer._source.settings == FLOOR.settings
     args = [[2, 0, 3]] if isinstance(layer, te_mx.GroupedLinear) else []
     with torch.no_grad():
         assert torch.equal(layer(x, *args), source[0](x, *args))
     without = KINDS[kind]()  # tensors alone, as safetensors holds them, or of an earlier version
     without.load_state_dict({key[2:]: value for key, value in state.items()})
-    assert without._frozen.settings == te_mx.get_default_recipe().settings
+    assert without._source.settings == te_mx.get_default_recipe().settings
 
 
 @pytest.mark.parametrize("change", [{"unknown": 1}, {"scale_rule": "up"}, {"fwd_fmt": "e2m1"},
@@ -362,4 +360,4 @@ def test_a_recipe_that_is_not_known(change):
     before = layer.weight.clone()
     with pytest.raises(RuntimeError, match="a recipe that this version of te_mx does not know"):
         layer.load_state_dict(state)
-    assert layer._frozen is None and torch.equal(layer.weight, before)
+    assert not layer._source.standing and torch.equal(layer.weight, before)

@@ -11,12 +11,7 @@ from beside_te import import_or_skip
 import te_mx
 
 peft = import_or_skip("peft")
-from transformers import (  # noqa: E402
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 from te_mx.integrations import peft as integration  # noqa: E402
 

@@ -91,7 +91,7 @@ def test_dropped_masters_go_through_a_state_dict(kind):
     loaded = through_a_file(state)
     other = MODULES[kind]()
     other.load_state_dict(loaded)
-    assert other._frozen.settings == FP4.settings
+    assert other._source.settings == FP4.settings
     assert torch.equal(run(kind, other, x), expected)
     # Without the metadata shapes tell codes of four bits from others.
     bare = dict(loaded)

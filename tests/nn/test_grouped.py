@@ -25,6 +25,7 @@ from torch import nn
 import te_mx
 from te_mx.autograd import grouped
 from te_mx.autograd import grouped as autograd
+from te_mx.weights.source import WeightSource
 
 
 @given(
@@ -174,14 +175,14 @@ def test_weights_that_stand_still(stacked: bool, isa: str) -> None:
         fresh = layer(x, splits)
         for first in (True, False, False):
             equal(layer(x.requires_grad_(), splits, is_first_microbatch=first), fresh)
-        kept = layer._microbatch["weight"]
+        kept = layer._source.kept["weight"]
         assert kept.col is not None
         with torch.no_grad():
             for name, p in layer.named_parameters():
                 if name.startswith("weight"):
                     p.mul_(2)
         equal(layer(x, splits, is_first_microbatch=False), fresh)  # still the old ones
-        assert layer._microbatch["weight"] is kept
+        assert layer._source.kept["weight"] is kept
         assert not torch.equal(layer(x, splits, is_first_microbatch=True), fresh)
 
 
@@ -215,7 +216,7 @@ def test_frozen_weights() -> None:
         assert inp.grad is not None
         assert "frozen" in repr(layer) and te_mx.audit(layer)["(root)"].weight == "frozen"
         copied = pickle.loads(pickle.dumps(layer))
-        assert not copied._frozen.kept
+        assert not copied._source.kept
         assert te_mx.unfreeze_weights(layer) == 1
         assert all(p.requires_grad for p in layer.parameters())
         assert not torch.equal(layer(x, [20, 0, 40]), expected)
@@ -279,7 +280,7 @@ def test_deepcopy_starts_without_caches() -> None:
     with te_mx.autocast():
         layer(torch.randn(4, 32), [2, 2], is_first_microbatch=True)
     copied = copy.deepcopy(layer)
-    assert copied._microbatch is None and copied._tag == -1
+    assert type(copied._source) is WeightSource and copied._tag == -1
 
 
 def test_recomputation_uses_the_recipe_of_the_forward() -> None:

@@ -188,7 +188,7 @@ def test_one_copy_weights_keep_one_copy(kind, frozen):
         if frozen:
             te_mx.freeze_weights(module)
     step(module, "one_copy", is_first_microbatch=None if frozen else True)
-    kept = module._frozen.kept if frozen else module._microbatch
+    kept = module._source.kept
     held = sum(kept[k].row.codes.numel() + kept[k].row.scales.numel() for k in kept)
     assert all(kept[key].col is None and kept[key].row.packed is None for key in kept)
     sizes = {name: p.shape for name, p in weights_of(module).items()}

@@ -203,13 +203,13 @@ def test_one_copy_keeps_one_copy():
     layer, x = te_mx.Linear(1024, 512), torch.randn(3, 1024, requires_grad=True)
     with te_mx.autocast(recipe=ONE_COPY):
         layer(x, is_first_microbatch=True)
-    kept = layer._microbatch["weight"]
+    kept = layer._source.kept["weight"]
     assert kept.col is None and kept.row.packed is None
     nbytes = kept.row.codes.numel() + kept.row.scales.numel()
     assert nbytes == layer.weight.numel() * 33 // 32  # 1.03 bytes a parameter
     with te_mx.autocast():
         layer(x, is_first_microbatch=True)
-    kept = layer._microbatch["weight"]
+    kept = layer._source.kept["weight"]
     assert kept.col is not None
     assert kept.row.codes.numel() + kept.row.scales.numel() == nbytes
     assert kept.col.codes.numel() + kept.col.scales.numel() == nbytes

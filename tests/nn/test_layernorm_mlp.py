@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import _ops as ops
+from te_mx.autograd import layer as layernorm_mlp
 from te_mx.autograd import linear_recipe
-from te_mx.autograd import mlp as layernorm_mlp
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation
 from te_mx.nn import activations
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import te_mx
 from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.weights.source import WeightSource
 
 RECIPES = [
     MXFP8BlockScaling(),
@@ -264,7 +265,7 @@ def test_deepcopy_and_pickle():
         ]
         for other in copies:
             assert other.name == "one" and other.return_bias
-            assert other._tag == -1 and other._microbatch is None
+            assert other._tag == -1 and type(other._source) is WeightSource
             assert torch.equal(other(x)[0], expected)
             assert other._tag != layer._tag
 

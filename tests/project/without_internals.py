@@ -27,8 +27,8 @@ HOUSE = "te_mx.torch_internals"
 # Without these te_mx refuses what needs them.
 NO_PLACES = {"_current_graph_task_id", "_will_engine_execute_node"}
 NO_TRANSFORMS = {
-    "_functorch", "peek_interpreter_stack", "get_interpreter_stack", "TransformType",
-    "is_batchedtensor", "is_legacy_batchedtensor", "is_functorch_wrapped_tensor", "get_unwrapped",
+    "_functorch", "peek_interpreter_stack", "is_batchedtensor", "is_legacy_batchedtensor",
+    "is_functorch_wrapped_tensor", "get_unwrapped",
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def names(text: str) -> set[str]:
         elif isinstance(node, ast.Tuple):
             found.update(
                 one.value for one in node.elts
-                if isinstance(one, ast.Constant) and re.match(r"_global_|\w{9}", str(one.value))
+                if isinstance(one, ast.Constant) and re.match(r"\w{9}", str(one.value))
             )  # fmt: skip
         elif isinstance(node, ast.ImportFrom):
             found.update(one.name for one in node.names if one.name.startswith("_"))

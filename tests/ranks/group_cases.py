@@ -4,13 +4,15 @@ ranks, against the same sums in one process."""
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import halves
 import torch
 import torch.distributed as dist
 from data_parallel_cases import refused
-from tensor_parallel_cases import DEVICE, K, M, N, built, of, reference, same
+from node_cases import counted
+from tensor_parallel_cases import DEVICE, ONE_GRAPH, K, M, N, built, of, reference, same
 
 import te_mx
 
@@ -66,6 +68,17 @@ def case_groups():
                 found[name] = p.grad
                 wanted[name] = halves.slices(name, expected[name], whole, kind)[dist.get_rank()]
             same(found, wanted)
+
+
+def case_sums_in_place():
+    """What a product has just written is summed where it lies."""
+    _, layer = shared(te_mx.Linear, "row", {"parallel_mode": "row"}, False)
+    x = mine(of(M, K), -1)
+    with counted() as sums, te_mx.autocast():
+        y = layer(x)
+    assert sums == [y.shape]
+    with torch.no_grad(), te_mx.autocast():
+        assert torch.equal(layer(x), y)
 
 
 def case_row_biases_in_parts():
@@ -152,17 +165,10 @@ def case_groups_and_knobs():
             with te_mx.autocast():
                 y = one(x, is_first_microbatch=first)
             y.backward(torch.ones_like(y))
-        assert layer._microbatch
+        assert layer._source.kept
         layer.backward_dw()
         for name in layer._weight_keys:
             assert torch.equal(getattr(layer, name).main_grad, getattr(plain, name).grad)
-
-
-def close(found, expected):
-    """Gradients of a normalization are sums in another order than those of one process."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def gradients(module):
@@ -173,67 +179,126 @@ def gradients(module):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def part_of(name, value):
-    """What a rank has of a parameter of a TransformerLayer."""
-    if name.endswith(("proj.weight", "fc2_weight")):
-        return mine(value, 1)
-    whole = "layer_norm" in name or name.endswith(("proj.bias", "fc2_bias", "layernorm.weight"))
-    return value if whole or name == "layernorm.bias" else mine(value, 0)
+# Of every rank the whole; sums over tokens outside the layers that ranks share.
+OUTSIDE = ("proj.bias", "fc2_bias", "layernorm.weight", "layernorm.bias")
+
+
+def part_of(name, value, rank=None):
+    """What a rank, None for this one, has of a parameter of a TransformerLayer."""
+    rank = dist.get_rank() if rank is None else rank
+    if name.endswith(OUTSIDE) or "layer_norm" in name:
+        return value
+    cut = int(name.endswith(("proj.weight", "fc2_weight")))
+    return value.chunk(2, cut)[rank].contiguous()
+
+
+def in_parts(parts, x, *args, **given):
+    """The forward of attention or an MLP as two ranks run it: the sum of what their parts make, the
+    bias, and the normalized tokens as they return them under sequence parallelism."""
+    x = x.view_as(x)  # where gradients of the parts add up before others come
+    first, last = (part(x, *args, **given) for part in parts)
+    if not isinstance(first, tuple):
+        return first + last
+    z = [torch.cat([one.chunk(2)[0], other.chunk(2)[1]])
+         for one, other in zip(first[2:], last[2:], strict=True)]  # fmt: skip
+    return (first[0] + last[0], first[1], *z)
+
+
+def trained(module, dtype, quantized, sequence=False):
+    """y, dx and the gradients after one pass of a TransformerLayer; with `sequence` this rank's
+    tokens are its input."""
+    inputs = [of(32, 2, 128, seed=j).to(dtype) for j in (1, 2, 3)]
+    x, encoder, grad = (mine(t, 0) if sequence else t for t in inputs)
+    x.requires_grad_()
+    given = {"encoder_output": encoder} if module.layer_type == "decoder" else {}
+    with te_mx.autocast(enabled=quantized):
+        y = module(x, **given)
+    y.backward(grad)
+    made = {"y": y.detach(), "dx": x.grad, **gradients(module)}
+    module.zero_grad()
+    return made
+
+
+def close(found, expected, rtol, atol):
+    """Equal but for the order of sums."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=atol,
+            msg=lambda said, at=name: f"{at}: {said}",
+        )  # fmt: skip
 
 
 def case_transformer_layers_that_ranks_share():
+    """In fp64 a rank has its part of what one process has. Quantized, where a sum in another order
+    may become another code, it has the bits of the same parts in one process."""
     options = (
         {"num_gqa_groups": 2}, {"layer_type": "decoder"}, {"fuse_qkv_params": True},
         {"output_layernorm": True, "normalization": "RMSNorm"}, {"parallel_attention_mlp": True},
         {"apply_residual_connection_post_layernorm": True, "softmax_type": "learnable"},
     )  # fmt: skip
-    hidden, ffn, heads, tokens = 128, 256, 4, 32
+    made, (hidden, ffn, heads) = te_mx.pytorch.TransformerLayer, (128, 256, 4)
     for i, option in enumerate(options):
-        sequence, region = bool(i % 2), i != 2
+        sequence = bool(i % 2)
         how = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": DEVICE, **option}
         torch.manual_seed(1)
-        whole = te_mx.pytorch.TransformerLayer(hidden, ffn, heads, **how)
-        layer = te_mx.pytorch.TransformerLayer(
+        whole = made(hidden, ffn, heads, **how)
+        layer = made(
             hidden, ffn, heads, set_parallel_mode=True, tp_size=2, sequence_parallel=sequence, **how
         )
         layer.set_tensor_parallel_group(dist.group.WORLD)
+        how |= {"num_gqa_groups": option.get("num_gqa_groups", heads) // 2}
+        how |= {"kv_channels": hidden // heads}
+        parts = [made(hidden, ffn // 2, heads // 2, **how) for _ in range(2)]
         with torch.no_grad():
             for name, p in whole.named_parameters():
                 if "bias" in name or "offset" in name:
                     p.normal_(0, 0.5)
-                own = mine(p, 0) if "offset" in name else part_of(name, p)
-                layer.get_parameter(name).copy_(own)
-        results = []
-        for module in (whole, layer):
-            inputs = [of(tokens, 2, hidden, seed=j).float() for j in (1, 2)]
-            grad = of(tokens, 2, hidden, seed=3).float()
-            if sequence and module is layer:
-                inputs, grad = [mine(x, 0) for x in inputs], mine(grad, 0)
-            inputs = [x.clone().requires_grad_() for x in inputs]
-            given = {"encoder_output": inputs[1]} if "layer_type" in option else {}
-            with te_mx.autocast(enabled=region):
-                y = module(inputs[0], **given)
-            y.backward(grad)
-            results.append({"y": y.detach(), "dx": inputs[0].grad, **gradients(module)})
-        expected, found = results
+                layer.get_parameter(name).copy_(part_of(name, p))
+                for rank, part in enumerate(parts):
+                    summed = rank and name.endswith(("proj.bias", "fc2_bias"))
+                    part.get_parameter(name).copy_(part_of(name, p, rank) * (not summed))
+
+        found = trained(layer, torch.float32, True, sequence)
+        alike = copy.deepcopy(whole)
+        blocks = [n for n, _ in whole.named_children() if n != "layernorm"]
+        for name in blocks:
+            several = [getattr(part, name) for part in parts]
+            getattr(alike, name).forward = functools.partial(in_parts, several)
+        expected = trained(alike, torch.float32, True)
+        of_ranks = [gradients(part) for part in parts]
+        for name in found.keys() & of_ranks[0].keys():
+            if name.startswith("layernorm."):
+                continue
+            one, other = (grads[name] for grads in of_ranks)
+            cut = not (name.endswith(OUTSIDE) or "layer_norm" in name)
+            expected[name] = other if cut and dist.get_rank() else one
+            expected[name] = one + other if "layer_norm" in name else expected[name]
+        if sequence:
+            expected |= {name: mine(expected[name], 0) for name in ("y", "dx")}
+        outside = {name: expected.pop(name) for name in list(expected) if name.endswith(OUTSIDE)}
+        close({name: found.pop(name) for name in outside}, outside, 1e-5, 1e-5)
+        same(found, expected)
+
+        expected = trained(whole.double(), torch.float64, False)
+        found = trained(layer.double(), torch.float64, False, sequence)
         for name, value in expected.items():
-            if name in ("y", "dx"):
-                expected[name] = mine(value, 0) if sequence else value
-            else:
-                expected[name] = mine(value, 0) if "offset" in name else part_of(name, value)
-        close(found, expected)
+            if name not in ("y", "dx"):
+                expected[name] = part_of(name, value)
+            elif sequence:
+                expected[name] = mine(value, 0)
+        close(found, expected, 1e-12, 1e-12)
 
 
 def compiles(layer, x):
     """Compiled in one graph, the layer gives what it gives eagerly, bit for bit. Before torch 2.12
     it runs between graphs."""
-    whole = torch.__version__ >= "2.12"
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=whole)
-    if not whole:
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=ONE_GRAPH)
+    if not ONE_GRAPH:
         one = torch.compile(layer, backend="aot_eager", fullgraph=True)
         refused(torch._dynamo.exc.Unsupported, "compiled from PyTorch 2.12 on", lambda: one(x))
     found = []
-    for one in (layer, compiled):
+    for one in (compiled, layer):
         its = x.clone().requires_grad_()
         with te_mx.autocast():
             y = one(its)

@@ -9,6 +9,7 @@ import gc
 import weakref
 
 import torch
+import torch.distributed as dist
 from tensor_parallel_cases import DEVICE, K, M, built, full, mesh, of
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -55,17 +56,17 @@ def split(bias=True, column=ColwiseParallel, row=RowwiseParallel):
 @contextlib.contextmanager
 def counted():
     """How often ranks sum something at once, in a list."""
-    plain, found = nodes.dist.all_reduce, []
+    plain, found = dist.all_reduce, []
 
     def count(tensor, *args, **kwargs):
         found.append(tuple(tensor.shape))
         return plain(tensor, *args, **kwargs)
 
-    nodes.dist.all_reduce = count
+    dist.all_reduce = count
     try:
         yield found
     finally:
-        nodes.dist.all_reduce = plain
+        dist.all_reduce = plain
 
 
 def passed(model, torchs=False):

@@ -1,7 +1,7 @@
 """Runs cases on several processes at once, and says what each rank found.
 
 A case is a function ``case_<name>()`` of a module beside this one, which raises where something is
-wrong. All of them run in the same processes, because starting these takes seconds.
+wrong. They run in the same processes until one fails, because starting these takes seconds.
 
     python processes.py RANK RANKS FOLDER MODULE.NAME ..     what each process runs
 """
@@ -14,45 +14,69 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
 DIES = "dying_rank.outlive"  # always the last one: only rank 0 comes back
+GRACE = 20.0  # seconds that other ranks have to end when one has failed
 
 
 def run(
     cases: Sequence[str], folder: Path, device: str = "cpu", limit: int = 280, ranks: int = 2
 ) -> dict[str, str]:
-    """What came of each case, MODULE.NAME: "", or what the ranks said. limit: seconds for all."""
+    """What came of each case, MODULE.NAME: "", or what the ranks said. limit: seconds for all.
+
+    A case that fails ends the processes, whose ranks may have lost step; the next ones run in new
+    processes."""
+    found, until = dict.fromkeys(cases, f"never ran: {limit} s were over"), time.monotonic() + limit
+    left, at = list(cases), 0
+    while left and time.monotonic() < until:
+        here, at = folder / str(at), at + 1
+        here.mkdir()
+        told, said = _started(left, here, device, until, ranks)
+        while left:
+            name = left.pop(0)
+            found[name] = "".join(
+                f"rank {rank}: {wrong}\n"
+                for rank in range(ranks if name != DIES else 1)
+                if (wrong := told[rank].get(name, f"did not come back:\n{said[rank][-3000:]}"))
+            )
+            if found[name]:
+                break
+    return found
+
+
+def _started(
+    cases: list[str], folder: Path, device: str, until: float, ranks: int
+) -> tuple[list[dict[str, str]], list[str]]:
+    """What processes told of each case, and what they said, when all of them have ended."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
         "TE_MX_RANKS_DEVICE": device,
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path]),
     }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(ranks), str(folder), *cases],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) for rank in range(ranks)
-    ]  # fmt: skip
-    said = []
-    for process in started:
-        try:
-            said.append(process.communicate(timeout=limit)[0])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said.append(process.communicate()[0] + f"\nkilled after {limit} s")
-    found = dict.fromkeys(cases, "")
-    for rank in range(ranks):
-        expected = [name for name in cases if not (rank and name == DIES)]
-        path = folder / f"rank{rank}.json"
-        told = json.loads(path.read_text()) if path.exists() else {}
-        for name in expected:
-            wrong = told.get(name, f"never ran:\n{said[rank][-3000:]}")
-            found[name] += f"rank {rank}: {wrong}\n" if wrong else ""
-    return found
+    logs = [folder / f"rank{rank}.txt" for rank in range(ranks)]
+    started = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            command = [sys.executable, __file__, str(rank), str(ranks), str(folder), *cases]
+            started.append(
+                subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            )
+    failed = False
+    while None in (codes := [process.poll() for process in started]):
+        if not failed and any(codes):
+            failed, until = True, min(until, time.monotonic() + GRACE)
+        if time.monotonic() > until:
+            for process in started:
+                process.kill()
+        time.sleep(0.02)
+    paths = [folder / f"rank{rank}.json" for rank in range(ranks)]
+    told = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    return told, [log.read_text(errors="replace") for log in logs]
 
 
 def cases(*modules: str) -> list[str]:
@@ -74,10 +98,9 @@ def work(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank,
-        world_size=ranks, timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
+    store, limit = dist.FileStore(f"{folder}/store", ranks), datetime.timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    outcomes = dist.PrefixStore("outcomes", store)
     told = {}
     for case in names:
         module, _, name = case.partition(".")
@@ -92,7 +115,12 @@ def work(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
         except Exception:
             told[case] = traceback.format_exc()[-4000:]
         (folder / f"rank{rank}.json").write_text(json.dumps(told))
-        dist.barrier()
+        # Not a collective, in which a rank that lost step would wait for the others.
+        outcomes.set(f"{case} {rank}", "failed" if told[case] else "passed")
+        keys = [f"{case} {one}" for one in range(ranks)]
+        if told[case] or any(outcomes.get(key) == b"failed" for key in keys):
+            sys.stdout.flush()
+            os._exit(1)
     dist.destroy_process_group()
 
 

@@ -24,6 +24,8 @@ import te_mx
 from te_mx.distributed import ModuleParallel
 
 DEVICE = os.environ.get("TE_MX_RANKS_DEVICE", "cpu")
+# Before, layers that ranks share run between graphs: docs/compatibility.md, group_cases.compiles.
+ONE_GRAPH = torch.__version__ >= "2.12"
 K, N, M = 128, 192, 48
 
 
@@ -63,11 +65,17 @@ def wholes(found):
 
 def same(found, expected):
     assert found.keys() == expected.keys(), (found.keys(), expected.keys())
-    wrong = {
-        name: ((full(found[name]).float() - full(e).float()).norm() / full(e).float().norm()).item()
-        for name, e in expected.items() if not torch.equal(full(found[name]), full(e))
-    }  # fmt: skip
-    assert not wrong, f"differ, by relative norms: {wrong}"
+    wrong = []
+    for name, value in expected.items():
+        got, wanted = (full(t).float() for t in (found[name], value))
+        if not torch.equal(full(found[name]), full(value)):
+            apart = (got - wanted).abs()
+            at = tuple(i.item() for i in torch.unravel_index(apart.argmax(), apart.shape))
+            wrong.append(
+                f"{name}: {(apart > 0).sum()} of {apart.numel()}, most at {at}, {got[at]:.9g} for "
+                f"{wanted[at]:.9g}; {apart.norm() / wanted.norm():.2g} of the norm"
+            )
+    assert not wrong, "differ:\n" + "\n".join(wrong)
 
 
 def passed(module, x, grad, *args, region=True):
@@ -128,12 +136,12 @@ def case_halves_of_a_gated_fc1():
         expected = plain(x)
     late = made()
     te_mx.freeze_weights(late)
-    compiled = torch.compile(made(), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(made(), backend="aot_eager", fullgraph=ONE_GRAPH)
     for module in (made(True), late, compiled, copy.deepcopy(plain)):
         for _ in range(2):
             with torch.no_grad(), te_mx.autocast():
                 assert torch.equal(module(x), expected)
-    assert late._frozen.kept.keys() == {"fc1_weight", "fc2_weight"}
+    assert late._source.kept.keys() == {"fc1_weight", "fc2_weight"}
     with torch.no_grad(), te_mx.autocast():
         late.fc1_gate_weight.mul_(2)
         plain.fc1_gate_weight.mul_(2)
@@ -438,10 +446,10 @@ def case_frozen():
             with torch.no_grad(), te_mx.autocast():
                 assert torch.equal(model(x), expected)
         if not first:
-            kept = model[1]._frozen.kept["weight"]
+            kept = model[1]._source.kept["weight"]
             with torch.no_grad(), te_mx.autocast():
                 model(x)
-            assert model[1]._frozen.kept["weight"] is kept
+            assert model[1]._source.kept["weight"] is kept
             with torch.no_grad():
                 model[1].weight.mul_(2)
                 plain[1].weight.mul_(2)

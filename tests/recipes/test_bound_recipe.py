@@ -308,13 +308,13 @@ def test_frozen_weights_take_the_bound_recipe(drop, x):
     with torch.no_grad():
         want = model(x)
     te_mx.freeze_weights(model, drop_master=drop)
-    assert model[0]._frozen.settings == MXFP4.settings
+    assert model[0]._source.settings == MXFP4.settings
     with torch.no_grad():
         assert torch.equal(model(x), want)
     other = bound(MXFP4)
     with te_mx.autocast(recipe=FLOOR):  # what is active goes first
         te_mx.freeze_weights(other, drop_master=drop)
-    assert other[0]._frozen.settings == FLOOR.settings
+    assert other[0]._source.settings == FLOOR.settings
     if drop:  # codes without the metadata that names their recipe
         state = {name: value.clone() for name, value in model.state_dict().items()}
         other = bound(MXFP4)

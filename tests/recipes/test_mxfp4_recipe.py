@@ -250,7 +250,7 @@ def test_frozen_weights_come_back_with_their_recipe(recipe, tmp_path):
     torch.save(layer.state_dict(), tmp_path / "codes.pt")
     other = te_mx.Linear(64, 48)
     other.load_state_dict(torch.load(tmp_path / "codes.pt", weights_only=True))
-    assert other._frozen.settings == recipe.settings._replace(keep_columns=False)
+    assert other._source.settings == recipe.settings._replace(keep_columns=False)
     with te_mx.autocast(recipe=recipe), torch.no_grad():
         assert torch.equal(other(x), expected)
 

@@ -76,7 +76,7 @@ def test_settings():
         ({"fp8_format": Format.E5M2}, ValueError, "fp8_format=Format.E5M2"),
         ({"fp8_format": "E4M3"}, TypeError, "fp8_format must be a te_mx.recipe.Format"),
         ({"scale_rule": "even"}, ValueError, "scale_rule must be one of 'rceil', 'floor'"),
-        ({"backward_override": "bf16"}, ValueError, "backward_override must be None"),
+        ({"backward_override": "bf16"}, ValueError, "backward_override must be one of None"),
         ({"margin": 1}, NotImplementedError, "margin=1"),
         ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa"),
         ({"fp8_mha": True}, NotImplementedError, "fp8_mha"),
@@ -133,7 +133,7 @@ def test_fields_may_be_set(kind):
 def test_what_is_refused_changes_nothing(kind):
     recipe = FIELDS[kind][0]()
     before, settings = copy.copy(recipe), recipe.settings
-    with pytest.raises(ValueError, match=rf"{kind}.backward_override must be None"):
+    with pytest.raises(ValueError, match=rf"{kind}.backward_override must be one of None"):
         recipe.backward_override = "bf16"
     with pytest.raises(AttributeError, match=f"{kind} has no field backward_overide; it has"):
         recipe.backward_overide = None
@@ -294,8 +294,8 @@ def test_float8_block_scaling():
         ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa"),
         ({"fp8_mha": True}, NotImplementedError, "fp8_mha"),
         ({"amax_epsilon": -1e-9}, ValueError, "amax_epsilon must be 0 or more"),
-        ({"amax_epsilon": float("nan")}, ValueError, "amax_epsilon must be 0 or more"),
-        ({"amax_epsilon": 1e39}, ValueError, "amax_epsilon must be 0 or more and an fp32"),
+        ({"amax_epsilon": float("nan")}, ValueError, "amax_epsilon must be finite"),
+        ({"amax_epsilon": 1e39}, ValueError, "amax_epsilon must be an fp32 number, got 1e\\+39"),
         ({"amax_epsilon": "0"}, TypeError, "amax_epsilon must be a number, got '0'"),
         ({"backward_override": "bf16"}, ValueError, "Float8BlockScaling.backward_override must"),
         ({"scale_rule": "fp32"}, TypeError, "unexpected keyword argument 'scale_rule'"),
@@ -339,7 +339,7 @@ def test_block_scaling_takes_names_and_formats():
 @pytest.mark.parametrize(
     ("kwargs", "error", "says"),
     [
-        ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of .*mxfp4, .*, got 'fp4'"),
+        ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of .*'mxfp4', .*, got 'fp4'"),
         ({"w": None}, ValueError, r"BlockScaling\.w must be one of .* got None"),
         ({"g": "mxfp4+rht32:0x1"}, ValueError, r"BlockScaling\.g must be one of .* got 'mxfp4\+"),
         ({"g": ["mxfp4"]}, ValueError, r"BlockScaling\.g must be one of .* got .*mxfp4"),
@@ -348,7 +348,7 @@ def test_block_scaling_takes_names_and_formats():
         (
             {"backward_override": "bf16"},
             ValueError,
-            r"BlockScaling\.backward_override must be None",
+            r"BlockScaling\.backward_override must be one of None",
         ),
         ({"precision": "fast"}, ValueError, r"BlockScaling\.precision must be one of 'adaptive'"),
         ({"alignment_spread": 9}, ValueError, r"BlockScaling\.alignment_spread must be 0 to 8"),

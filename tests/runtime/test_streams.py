@@ -5,8 +5,8 @@ import torch
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.nn import base
 from te_mx.runtime import streams
+from te_mx.weights import frozen, source
 
 
 def test_on_the_cpu_there_is_nothing_to_wait_for():
@@ -23,7 +23,8 @@ def stream(monkeypatch):
     now = {"stream": 1, "capturing": False}
     monkeypatch.setattr(streams, "current", lambda device: now["stream"])
     monkeypatch.setattr(streams, "capturing", lambda device: now["capturing"])
-    monkeypatch.setattr(base, "capturing", lambda device: now["capturing"])
+    for states in (source, frozen):
+        monkeypatch.setattr(states, "capturing", lambda device: now["capturing"])
     return now
 
 
@@ -61,14 +62,14 @@ def test_weights_kept_for_microbatches_are_not_used_in_a_graph(stream):
     layer, x = te_mx.Linear(64, 48), torch.randn(8, 64)
     with te_mx.autocast():
         first = layer(x, is_first_microbatch=True)
-        before = layer._microbatch["weight"]
+        before = layer._source.kept["weight"]
         with torch.no_grad():
             layer.weight.mul_(2)
             layer.bias.mul_(2)
         stream["capturing"] = True
         captured = layer(x, is_first_microbatch=False)
     assert torch.equal(captured, 2 * first)
-    assert layer._microbatch["weight"] is before
+    assert layer._source.kept["weight"] is before
 
 
 def test_a_frozen_weight_made_before_the_capture_serves_it(stream):
@@ -76,7 +77,7 @@ def test_a_frozen_weight_made_before_the_capture_serves_it(stream):
     te_mx.freeze_weights(layer)
     with te_mx.autocast(), torch.no_grad():
         want = layer(x)
-        kept = layer._frozen.kept
+        kept = layer._source.kept
         weight = kept["weight"]
         stream["capturing"] = True
         assert torch.equal(layer(x), want) and kept["weight"] is weight

@@ -86,14 +86,21 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
     assert torch.equal(ours["rng"], theirs["rng"])
 
 
-def test_both_runs_start_from_the_same_weights_and_learn_alike(
-    text: data.Text, tmp_path: Path
-) -> None:
-    runs = {m: train.run(settings(m, steps=40), tmp_path / f"{m}.pt", text=text) for m in MODES}
+def runs_that_learn_alike(text: data.Text, folder: Path, **how: str) -> dict:
+    runs = {
+        m: train.run(settings(m, steps=40, **how), folder / f"{m}.pt", text=text) for m in MODES
+    }
     assert abs(runs["mxfp8"]["losses"][0] / runs["bf16"]["losses"][0] - 1) < 5e-3
     for run in runs.values():
         assert run["val_loss"] < 0.95 * run["losses"][0]
     assert abs(report.compare(runs["bf16"], runs["mxfp8"])["gap_percent"]) < 1
+    return runs
+
+
+def test_both_runs_start_from_the_same_weights_and_learn_alike(
+    text: data.Text, tmp_path: Path
+) -> None:
+    runs = runs_that_learn_alike(text, tmp_path)
     # 4 linear layers in the block were converted and trained; the head was left alone.
     assert runs["bf16"]["kernels"] == {}
     kernels = runs["mxfp8"]["kernels"]
@@ -104,14 +111,7 @@ def test_both_runs_start_from_the_same_weights_and_learn_alike(
 
 
 def test_mixture_of_experts_learns_alike_in_both(text: data.Text, tmp_path: Path) -> None:
-    runs = {
-        m: train.run(settings(m, steps=40, preset="moe-tiny"), tmp_path / f"{m}.pt", text=text)
-        for m in MODES
-    }
-    assert abs(runs["mxfp8"]["losses"][0] / runs["bf16"]["losses"][0] - 1) < 5e-3
-    for run in runs.values():
-        assert run["val_loss"] < 0.95 * run["losses"][0]
-    assert abs(report.compare(runs["bf16"], runs["mxfp8"])["gap_percent"]) < 1
+    runs = runs_that_learn_alike(text, tmp_path, preset="moe-tiny")
     # Two layers of attention and two grouped layers; the head and the router stay as they are.
     kernels = runs["mxfp8"]["kernels"]
     assert kernels.pop("high precision") == 2

@@ -21,15 +21,6 @@ OLD = ["bf16.json", "bf16.pt", "mxfp8.json", "mxfp8.pt"]
 
 
 @pytest.fixture(autouse=True)
-def signals():
-    """main() has its own handlers of signals: this process gets back those it had."""
-    before = {signum: signal.getsignal(signum) for signum in stopping.SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-
-
-@pytest.fixture(autouse=True)
 def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = torch.arange(5000, dtype=torch.uint8)
     monkeypatch.setattr(data, "load_stdlib", lambda: data.Text(letters, letters, 1))

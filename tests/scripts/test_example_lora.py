@@ -15,19 +15,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import finetune_lora  # noqa: E402  (the examples are no package)
-from gpt import stopping  # noqa: E402
 from llama import lora, models  # noqa: E402
 
 TINY = ["--config", "tiny", "--dtype", "bf16", "--seq", "32", "--base-steps", "4", "--steps", "6"]
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """main() has its own handlers of signals: this process gets back those it had."""
-    before = {signum: signal.getsignal(signum) for signum in stopping.SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 def runs(folder: Path) -> dict:

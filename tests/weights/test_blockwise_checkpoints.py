@@ -60,7 +60,7 @@ def test_e8m0_scales_of_such_blocks(dtype, target):
     kept = layer.state_dict()
     assert torch.equal(kept[SCALE].nan_to_num(-1), exact.nan_to_num(-1))
     assert torch.equal(bytes_of(kept)["weight"], bytes_of(state)["weight"])
-    assert layer._frozen.settings == recipe.settings
+    assert layer._source.settings == recipe.settings
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -68,7 +68,7 @@ def test_frozen_and_written_again(assign):
     state = checkpoint()
     layer = te_mx.Linear(IN, OUT, bias=False)
     layer.load_state_dict(state, assign=assign)
-    assert layer._frozen.settings == DeepSeekV3().settings
+    assert layer._source.settings == DeepSeekV3().settings
     same_bytes(dict(layer.state_dict()), state)
     x = torch.randn(40, IN)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_what_freezing_writes_is_such_a_checkpoint():
     assert alone[SCALE].shape == (OUT, 3)
     other = te_mx.Linear(IN, OUT, bias=False)
     other.load_state_dict(alone)
-    assert other._frozen.settings.w == "fp8_e4m3_1x128"
+    assert other._source.settings.w == "fp8_e4m3_1x128"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_does_not_load(change, says):
     before = layer.weight.detach().clone()
     with pytest.raises(RuntimeError, match=says):
         layer.load_state_dict(state)
-    assert torch.equal(layer.weight, before) and layer._frozen is None
+    assert torch.equal(layer.weight, before) and not layer._source.standing
 
 
 def test_fnuz_loads_where_the_recipe_says_so_or_as_what_convert_makes_of_it():

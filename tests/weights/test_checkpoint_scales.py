@@ -7,15 +7,7 @@ import json
 
 import pytest
 import torch
-from hf_checkpoints import (
-    WHOLE_BLOCKS,
-    check_same,
-    files_of,
-    frozen,
-    gpt_oss,
-    logits,
-    registered,  # noqa: F401
-)
+from hf_checkpoints import WHOLE_BLOCKS, check_same, files_of, frozen, gpt_oss, logits
 from hf_models import keep_head, model_of
 
 import te_mx
@@ -24,7 +16,7 @@ import te_mx
 transformers = pytest.importorskip("transformers", minversion="5.21")
 safetensors = pytest.importorskip("safetensors.torch")
 from te_mx.integrations import hf_quantizer  # noqa: E402
-from te_mx.integrations.checkpoint_scales import scale_bytes  # noqa: E402
+from te_mx.integrations.checkpoint_tensors import scale_bytes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
 AUTO = transformers.AutoModelForCausalLM
@@ -89,7 +81,7 @@ def test_scales_of_square_blocks_that_are_powers_of_two(model_name, dtype, tmp_p
     else:
         rewrite(tmp_path, lambda _, scales: scales.to(dtype))
     loaded = AUTO.from_pretrained(tmp_path)
-    assert {m._frozen.settings for m in loaded.modules() if isinstance(m, te_mx.Linear)} == {
+    assert {m._source.settings for m in loaded.modules() if isinstance(m, te_mx.Linear)} == {
         recipe.settings
     }
     check_same(loaded.state_dict(), model.state_dict())

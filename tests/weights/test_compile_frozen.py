@@ -18,7 +18,7 @@ import te_mx
 from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.recipes.settings import in_words, of_words
-from te_mx.weights import frozen as frozen_owners
+from te_mx.weights import changes as frozen_owners
 
 K, N = 72, 40
 BF16 = torch.bfloat16
@@ -318,14 +318,14 @@ def test_a_capture_keeps_nothing_that_it_made(monkeypatch):
     for place in places:
         monkeypatch.setattr(place, lambda device: True)
     captured = compiled(x)
-    assert calls() == [] and not module._frozen.few_rows.made
+    assert calls() == [] and not module._source.few_rows.made
     for place in places:
         monkeypatch.setattr(place, lambda device: False)
     expected = compiled(x)
     for place in places:
         monkeypatch.setattr(place, lambda device: True)
     assert same(compiled(x), expected) and len(calls()) == 2
-    assert module._frozen.few_rows.in_graphs == [module._frozen.few_rows.made["weight"].weight]
+    assert module._source.few_rows.in_graphs == [module._source.few_rows.made["weight"].weight]
     torch.testing.assert_close(captured, expected, rtol=0.02, atol=0.02)
 
 

@@ -104,7 +104,7 @@ def test_load_state_dict_is_seen():
     run(model, x)
     model.load_state_dict(other.state_dict())
     assert torch.equal(run(model, x), run(other, x))
-    assert model[0]._frozen.kept  # of the new values
+    assert model[0]._source.kept  # of the new values
     te_mx.unfreeze_weights(model)
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -120,7 +120,7 @@ def test_a_change_of_recipe_requantizes_where_there_is_a_master():
     assert torch.equal(run(model, x), rceil)
     te_mx.unfreeze_weights(model)
     te_mx.freeze_weights(model, recipe=FLOOR)
-    assert model[0]._frozen.kept["weight"].settings.scale_rule == "floor"
+    assert model[0]._source.kept["weight"].settings.scale_rule == "floor"
     te_mx.unfreeze_weights(model)
     with te_mx.autocast(recipe=FLOOR):
         te_mx.freeze_weights(model, drop_master=True)
@@ -136,7 +136,7 @@ def test_only_codes_and_scales_stay():
     assert layer.weight is None and [name for name, _ in layer.named_parameters()] == ["bias"]
     held = [t for name, t in layer.named_buffers()]
     assert sum(t.numel() * t.element_size() for t in held) == elements + elements // 32
-    assert not layer._frozen.kept  # no packed copy
+    assert not layer._source.kept  # no packed copy
     assert repr(layer).endswith("frozen, no master)")
 
 
@@ -296,7 +296,7 @@ def test_deepcopy_and_pickle(drop_master):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(run(other, x), expected)
         te_mx.unfreeze_weights(other, dequantize=True)
-    assert model[0]._frozen is not None
+    assert model[0]._source.standing
 
 
 def test_errors():

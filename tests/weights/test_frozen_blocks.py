@@ -17,11 +17,7 @@ import te_mx
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch.fused import Norm
 from te_mx.nn import activations
-from te_mx.nn.guards import (
-    FEW_ROWS,
-    FUSED,
-    RAN,
-)
+from te_mx.nn.guards import FEW_ROWS, FUSED, RAN
 
 BF16 = torch.bfloat16
 DECODED, GATES = fake_sm90_decode.CALLS, fake_sm90_decode.GATES

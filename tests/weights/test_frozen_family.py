@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import te_mx
 from te_mx.autograd import grouped, linear_recipe
 from te_mx.recipe import MXFP8BlockScaling
+from te_mx.weights.source import Cached
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor")
 IN, ROWS = 70, 45
@@ -260,10 +261,10 @@ def test_deepcopy_and_pickle(kind, drop_master):
     te_mx.freeze_weights(model, drop_master=drop_master)
     expected = run(model, x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not other._frozen.kept
+        assert not other._source.kept
         assert torch.equal(run(other, x), expected)
         te_mx.unfreeze_weights(other, dequantize=True)
-    assert model._frozen is not None
+    assert model._source.standing
 
 
 @every
@@ -344,7 +345,7 @@ def test_nothing_is_frozen_where_one_module_cannot_be():
     model = nn.Sequential(layernorm_mlp(), te_mx.Linear(IN, 4, device="meta"))
     with pytest.raises(ValueError, match=r"^1: weight is on the meta device"):
         te_mx.freeze_weights(model)
-    assert model[0]._frozen is None
+    assert not model[0]._source.standing
 
 
 def test_micro_batches_end_where_freezing_begins():
@@ -353,7 +354,7 @@ def test_micro_batches_end_where_freezing_begins():
         model(x, is_first_microbatch=True)
         model.fc1_weight.mul_(3)
         te_mx.freeze_weights(model)
-        assert model._microbatch is None
+        assert not isinstance(model._source, Cached)
         got = model(x, is_first_microbatch=False)
         te_mx.unfreeze_weights(model)
         assert torch.equal(got, model(x))

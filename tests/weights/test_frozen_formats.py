@@ -72,7 +72,7 @@ def test_a_checkpoint_names_its_format(kind, name, tmp_path):
     state = torch.load(tmp_path / "layer.pt", weights_only=True)
     for layer in (KINDS[kind](), dropped(kind, None), dropped(kind, recipe_of("mxfp4"))):
         layer.load_state_dict(state)
-        assert layer._frozen.settings == recipe_of(name).settings
+        assert layer._source.settings == recipe_of(name).settings
         assert torch.equal(run(layer, x, recipe_of(name)), run(source, x, recipe_of(name)))
 
 
@@ -84,28 +84,28 @@ def test_tensors_alone(kind, name):
     state = dict(source.state_dict())
     layer = dropped(kind, recipe_of(name))
     layer.load_state_dict(state)
-    assert layer._frozen.settings == recipe_of(name).settings
+    assert layer._source.settings == recipe_of(name).settings
     assert torch.equal(run(layer, x, recipe_of(name)), run(source, x, recipe_of(name)))
     plain = KINDS[kind]()
     if name == "mxfp8_e4m3":
         for layer in (plain, dropped(kind, recipe_of("mxfp4"))):
             layer.load_state_dict(state)
-            assert layer._frozen.settings == te_mx.get_default_recipe().settings
+            assert layer._source.settings == te_mx.get_default_recipe().settings
     elif name.startswith("fp8_e4m3_"):
         plain.load_state_dict(state)
-        assert plain._frozen.settings.w == name and plain._frozen.settings.scale_rule == "fp32"
+        assert plain._source.settings.w == name and plain._source.settings.scale_rule == "fp32"
         assert torch.equal(run(plain, x, recipe_of(name)), run(source, x, recipe_of(name)))
     elif formats.get(name).element.bits < 8:
         for layer in (plain, dropped(kind, recipe_of("mxfp8_e5m2")), dropped(kind, recipe_of(
             "mxfp6_e3m2" if name != "mxfp6_e3m2" else "mxfp6_e2m3"
         ))):  # fmt: skip
             layer.load_state_dict(state)
-            assert layer._frozen.settings.w == name
+            assert layer._source.settings.w == name
             assert torch.equal(run(layer, x, recipe_of(name)), run(source, x, recipe_of(name)))
     else:
         with pytest.raises(RuntimeError, match="codes must be float8_e4m3fn, got torch"):
             plain.load_state_dict(state)
-        assert plain._frozen is None
+        assert not plain._source.standing
 
 
 def test_six_bits_under_a_name_that_does_not_say_which():
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_an_earlier_version(kind):
     saved |= {"fwd_fmt": "e4m3", "bwd_fmt": "e5m2"}
     layer = KINDS[kind]()
     layer.load_state_dict(state)
-    assert layer._frozen.settings == recipe.settings
+    assert layer._source.settings == recipe.settings
     assert torch.equal(run(layer, x), run(source, x))
 
 

@@ -145,7 +145,7 @@ def test_copies_and_checkpoints(kind, activations, tmp_path):
     region = te_mx.get_default_recipe() if activations is None else DEEPSEEK
     copies = [copy.deepcopy(source), pickle.loads(pickle.dumps(source)), source.to("cpu")]
     for layer in (fresh, other, assign, *copies):
-        assert layer._frozen.fixed == source._frozen.fixed
+        assert layer._source.fixed == source._source.fixed
         assert torch.equal(run(layer, x), y) and torch.equal(run(layer, x, region), y)
     if activations == "bf16":  # tensors alone: the module's own
         other.load_state_dict(dict(state))
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_later_version():
     layer = te_mx.Linear(64, 96)
     with pytest.raises(RuntimeError, match="frozen in a way that this version of te_mx does not"):
         layer.load_state_dict(state)
-    assert layer._frozen is None
+    assert not layer._source.standing
 
 
 # -------------------------------------------------------------------------------- parts of a model
@@ -186,14 +186,14 @@ def test_layers_by_a_filter():
     count = te_mx.freeze_weights(
         made, drop_master=True, fmt="mxfp4", filter_fn=lambda m, name: name in ("0", "2")
     )
-    assert count == 2 and made[3]._frozen is None
+    assert count == 2 and not made[3]._source.standing
     assert te_mx.freeze_weights(made, drop_master=True) == 3
     words = [row.weight for row in te_mx.audit(made)]
     assert words == ["frozen, no master, mxfp4"] * 2 + ["frozen, no master"]
     y = run(made, x)
     fresh = model()
     fresh.load_state_dict(made.state_dict())
-    assert [m._frozen.settings.w for m in (fresh[0], fresh[3])] == ["mxfp4", "mxfp8_e4m3"]
+    assert [m._source.settings.w for m in (fresh[0], fresh[3])] == ["mxfp4", "mxfp8_e4m3"]
     assert torch.equal(run(fresh, x), y)
     # Inputs can be told anew, codes cannot.
     assert te_mx.freeze_weights(made, activations="bf16") == 3
@@ -220,7 +220,7 @@ def test_gradients_flow_to_the_input_where_masters_are_kept():
             (got,) = torch.autograd.grad(layer(x).square().sum(), x)
         assert torch.equal(got, expected)
     te_mx.unfreeze_weights(layer)
-    assert layer.weight.requires_grad and layer._frozen is None
+    assert layer.weight.requires_grad and not layer._source.standing
 
 
 @pytest.mark.parametrize(
@@ -302,4 +302,4 @@ def test_what_of_it_does_not_load(change, says):
     before = layer.weight.detach().clone()
     with pytest.raises(RuntimeError, match=says):
         layer.load_state_dict(state)
-    assert torch.equal(layer.weight, before) and layer._frozen is None
+    assert torch.equal(layer.weight, before) and not layer._source.standing

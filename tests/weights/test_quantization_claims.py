@@ -8,14 +8,7 @@ import json
 import pytest
 import torch
 from beside_te import import_or_skip
-from hf_checkpoints import (
-    WHOLE_BLOCKS,
-    check_same,
-    files_of,
-    frozen,
-    logits,
-    registered,  # noqa: F401
-)
+from hf_checkpoints import WHOLE_BLOCKS, check_same, files_of, frozen, logits
 from torch import nn
 
 import te_mx

@@ -14,16 +14,7 @@ import warnings
 
 import pytest
 import torch
-from hf_checkpoints import (
-    STYLES,
-    WHOLE_BLOCKS,
-    check_same,
-    files_of,
-    frozen,
-    gpt_oss,
-    logits,
-    registered,  # noqa: F401
-)
+from hf_checkpoints import STYLES, WHOLE_BLOCKS, check_same, files_of, frozen, gpt_oss, logits
 from hf_models import keep_head, model_of
 from torch import nn
 

@@ -159,7 +159,7 @@ def test_weights_that_stand_still_have_both_copies(kind, how, recipe, monkeypatc
     else:
         same(step(module, x, recipe, is_first_microbatch=True)[:2], want)
         more = {"is_first_microbatch": False}
-        assert all(kept.col is not None for kept in module._microbatch.values())
+        assert all(kept.col is not None for kept in module._source.kept.values())
     seen, quantize = [], run.quantize
     monkeypatch.setattr(run, "quantize", lambda what: seen.append(what.x.shape) or quantize(what))
     monkeypatch.setattr(grouped_quantize, "_quantized_weights", None)  # nobody calls it

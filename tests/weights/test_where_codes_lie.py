@@ -44,7 +44,7 @@ def test_copies_beside_masters(kind):
     layer = FAMILY[kind]()
     assert "lies" not in repr(layer)
     te_mx.freeze_weights(layer)
-    kept = layer._frozen.kept.values()
+    kept = layer._source.kept.values()
     numbers = sum(w.numel() for key in layer._weight_keys for w in layer._each_of(key))
     tensors = [t for k in kept for t in k.row if isinstance(t, torch.Tensor)]
     size = sum(t.nbytes for t in tensors) / numbers

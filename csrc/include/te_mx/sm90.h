@@ -37,9 +37,10 @@ Status dequantize(const DequantizeArgs& args);
 int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first);
 Status row_sums(const RowSumsArgs& args);
 
-// ----------------------------------------------------------------------------------------------
-// GEMM Operands are tiles, both MX or both with fp32 scales: lhs in blocks of 1 x 128, rhs of 1 x
-// 128 or 128 x 128, each with configurations of its own and K in one piece. Those below are of MX.
+// ---------------------------------------------------------------------------------------- GEMM
+// Operands are tiles, both MX or both with fp32 scales: lhs in blocks of 1 x 128, rhs of 1 x 128 or
+// 128 x 128, each with configurations of its own and K in one piece. Those below are of MX.
+// E5M2 is for gradients: rhs of all products here is in another format.
 // Aligned tiles (types.h) are operands of MX.
 // aux and gelu_in do not go together. The bias gradient is that of the result: rounded to 16 bits
 // first where gelu_in has the dtype of out and both have whole 16 bytes a row. The workspace is
@@ -59,10 +60,10 @@ const char* config_name(int config);
 int64_t codes_workspace_bytes(const GemmArgs& args);
 Status gemm_codes(const GemmArgs& args);
 
-// -------------------------------------------------------------------------------------------
-// groups One launch for all groups; where they end stands in device memory, so nothing waits for
-// it. Groups have no `starts`. NOTE: ends that are out of range or fall are cut off, so that no
-// call leaves its memory.
+// -------------------------------------------------------------------------------------- groups
+// One launch for all groups; where they end stands in device memory, so nothing waits for it.
+// Groups have no `starts`. NOTE: ends that are out of range or fall are cut off, so that no call
+// leaves its memory.
 
 // Ends that the host knows, to `to` on the device.
 Status upload_ends(const int64_t* ends, int64_t count, int32_t* to, void* stream);
@@ -72,7 +73,7 @@ Status upload_ends(const int64_t* ends, int64_t count, int32_t* to, void* stream
 Status quantize_grouped(const GroupedQuantizeArgs& args);
 
 // Matrices xs[i], each like args.x, to what `to` asks for, that of all matrices behind each other.
-// `xs` lies in host memory; args.x.data is not read.
+// `xs` lies in host memory; args.x.data is not read. Not in E5M2.
 Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t count);
 
 // Plain weights, one operand [rows, k] a group, to packed ones. Those of groups without rows are
@@ -80,7 +81,7 @@ Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t
 Status pack_stacked(const PackArgs& args);
 
 // Plain matrices [rows, k], k last, one a group, to the packed operands [k, rows] of their columns:
-// what the codes decode to (in bf16) quantized again.
+// what the codes decode to (in bf16) quantized again. Not of E5M2.
 Status columns_of_stacked(const PackArgs& args);
 
 // Groups of rows: lhs group_rows, rhs tiles of all groups, plain epilogues. Groups of K: both sides

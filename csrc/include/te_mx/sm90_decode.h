@@ -118,9 +118,9 @@ struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
   const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes; of groups one behind
                                // the other
-  Element w_element = Element::e4m3;
-  bool factors = false;     // scales are fp32 numbers for 128 of k, of both sides
-  const void* x = nullptr;  // [m, k], rows ldx elements apart
+  Element w_element = Element::e4m3;  // E4M3 or E2M1
+  bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides
+  const void* x = nullptr;            // [m, k], rows ldx elements apart
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;
   bool x_as_is = false;
@@ -140,11 +140,7 @@ struct DecodeArgs {
   DType out_dtype = DType::bf16;
   const void* bias = nullptr;  // [n], [groups, n] or null
   DType bias_dtype = DType::bf16;
-  // Where it is not null: sum = residual + out as it was rounded, in out_dtype too.
-  const void* residual = nullptr;  // [m, n], rows ldr apart
-  int64_t ldr = 0;
-  void* sum = nullptr;  // [m, n] compact
-  Groups groups;        // of rows of x, one behind the other: no `starts`, no capacity
+  Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
   Execution execution;  // kernel: a split, -1 for the one of decode_split()

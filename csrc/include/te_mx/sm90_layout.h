@@ -36,8 +36,8 @@
 //               tile may end in those of the next group, which nobody stores products of
 //               scales uint32 [ceil(cols/128)][group_tiles rounded up to even][132]
 //   group_k     (the columns, whose K are the rows) codes uint8 [cols, group_tiles * 128], zero
-//   from
-//               the end of a group to the end of its last tile
+//               from the end of a group
+//               to the end of its last tile
 //               scales uint32 [group_tiles][packed_tiles(cols)][132]
 //
 // Operands whose scales are fp32 factors, one for 1 x 128 or for 128 x 128 codes, have the same

@@ -33,6 +33,17 @@ Status with_element(Element element, const Run& run) {
                                     : run.template operator()<Element::e2m1>();
 }
 
+// The same for those of weights: E5M2 is for gradients. Unsupported for others.
+constexpr bool is_of_weights(Element element) {
+  return element == Element::e4m3 || element == Element::e2m1;
+}
+template <class Run>
+Status with_weights(Element element, const Run& run) {
+  return element == Element::e4m3   ? run.template operator()<Element::e4m3>()
+         : element == Element::e2m1 ? run.template operator()<Element::e2m1>()
+                                    : Status::unsupported;
+}
+
 // What the tensor cores read of operands in tiles.
 constexpr Element tile_element(Element element) {
   return element == Element::e2m1 ? Element::e4m3 : element;

@@ -20,16 +20,15 @@ Status check(const DecodeArgs& a) {
   if (decode_blocks(a.m, a.groups.count, 8) > 65535) return Status::unsupported;
   const bool values = a.x_scales == nullptr && !a.x_as_is;
   if (a.factors) {
-    if (!is_fp8(a.w_element) || (values && !is_f32_rule(a.rule))) return Status::unsupported;
+    if (a.w_element != Element::e4m3 || (values && !is_f32_rule(a.rule)))
+      return Status::unsupported;
   } else {
     const Status status = check_mx(a.w_element, {});
     if (status != Status::ok) return status;
-    if (values && is_f32_rule(a.rule)) return Status::unsupported;
+    if (!is_of_weights(a.w_element) || (values && is_f32_rule(a.rule))) return Status::unsupported;
   }
   if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
   if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
-  if ((a.residual == nullptr) != (a.sum == nullptr)) return Status::bad_argument;
-  if (a.residual != nullptr && a.groups.count > 0) return Status::unsupported;
   if (a.x_as_is && (a.x_dtype == DType::f32 || a.x_scales != nullptr)) return Status::unsupported;
   if (a.gate != nullptr && (!values || a.x_dtype == DType::f32)) return Status::unsupported;
   return is_fp8(a.x_element) ? Status::ok : Status::unsupported;
@@ -78,16 +77,10 @@ Status decode(const DecodeArgs& a) {
   set_rule(t.p.in, a.rule, a.amax_epsilon);
   if (!set_gate(t.p.in, a)) return Status::unsupported;
   if (a.gate != nullptr && (!t.p.in.vectors || a.k % 8 != 0)) return Status::unsupported;
-  t.p.out = {a.out,       a.ldo, a.out_dtype, a.bias, a.bias_dtype,
-             a.activates, a.act, a.residual,  a.ldr,  a.sum};
+  t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   const bool halves = a.halves();
-  if (a.factors) {
-    return a.w_element == Element::e5m2 ? run_decode_factors_e5m2(t, halves)
-                                        : run_decode_factors_e4m3(t, halves);
-  }
-  return a.w_element == Element::e4m3   ? run_decode_e4m3(t, halves)
-         : a.w_element == Element::e5m2 ? run_decode_e5m2(t, halves)
-                                        : run_decode_e2m1(t, halves);
+  if (a.factors) return run_decode_factors_e4m3(t, halves);
+  return is_fp4(a.w_element) ? run_decode_e2m1(t, halves) : run_decode_e4m3(t, halves);
 }
 
 }  // namespace te_mx::sm90

@@ -4,23 +4,11 @@
 // are products of activations and their gates, which nothing else writes or reads.
 #pragma once
 
+#include "common/shares.cuh"
 #include "decode/decode_values.cuh"
 #include "mxtile/sm90/swizzle.cuh"
 
 namespace te_mx::sm90 {
-
-// How many quads the parts of k have, or groups of weights the clusters: the first ones one more
-// where they do not come out even.
-struct Shares {
-  int least = 0, longer = 0;
-  __device__ __forceinline__ int begin(int part) const { return part * least + min(part, longer); }
-};
-// Share i: [first, last).
-struct Range {
-  int first, last;
-  __device__ __forceinline__ Range(const Shares& shares, int i)
-      : first(shares.begin(i)), last(shares.begin(i + 1)) {}
-};
 
 // Where x goes: quads `pass_first` to `pass_first + each` of all parts of a CTA's slice.
 struct InputRoom {
@@ -66,7 +54,7 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
                                             int lane) {
   uint8_t* const quad = to.data + q * decode_input_bytes(kRows, kHalves) + r / 8 * 1024;
   if constexpr (kHalves) {
-    // NOTE: pairs of 16 k lie as WeightQuad::halves has them.
+    // NOTE: pairs of 16 k lie as WeightBlock::halves has them.
     uint8_t* const half = quad + lane / 8 * (kRows * 128);
     const int chunk = lane % 8 / 2 * 2, inside = lane % 2 * 8;
     *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk) + inside) = {x.words.x,

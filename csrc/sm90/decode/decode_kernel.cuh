@@ -56,7 +56,7 @@ __device__ __forceinline__ void touch_parameters(const DecodeParams& p) {
   touch(p.w_stride), touch(p.k), touch(p.split.warpgroups), touch(p.each_factor);
   touch(p.parts.longer), touch(p.room.bytes), touch(p.in.ld), touch(p.in.scales);
   touch(p.in.gate_ld), touch(p.in.exponent), touch(p.in.made_scales), touch(p.out.ld);
-  touch(p.out.activates), touch(p.out.residual), touch(p.out.sum);
+  touch(p.out.activates);
 }
 
 // What a warp multiplies: a group of rows of weights, or none, over a part of the slice of k.
@@ -346,15 +346,13 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
   }
   const Range cluster_groups = own_groups();
   const int group0 = cluster_groups.first, groups = cluster_groups.last - group0;
-  FinishFew<DecodeParams> few{p, sums_place, group0, groups};
-  if constexpr (kRows <= kFinishRows) few.begin(*block);
   if (cluster > 1) {
     tile::mbar_wait_sent(sums_bar, 0);
   } else {
     __syncthreads();
   }
   if constexpr (kRows <= kFinishRows) {
-    few.template write<32 * kWarps>(all_sums, *block);
+    finish_few<32 * kWarps>(p, sums_place, all_sums, group0, groups, *block);
   } else {
     finish_wide<kRows, kWarps>(p, sums_place, all_sums, group0, groups, *block);
   }

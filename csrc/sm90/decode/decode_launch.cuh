@@ -15,11 +15,11 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
   p.n = static_cast<int>(n), p.k = static_cast<int>(k);
   p.groups = static_cast<int>(decode_groups(n)), p.quads = static_cast<int>(decode_quads(k));
   p.split = split;
-  p.parts = {p.quads / split.sums(), p.quads % split.sums()};
+  p.parts = shares_of(p.quads, split.sums());
   p.tile_shift = split.tiles / 2, p.slice_parts = split.parts();
   const int tile_groups = kDecodeTile * split.tiles;
   p.clusters = std::max(split.clusters, (p.groups + tile_groups - 1) / tile_groups);
-  p.cluster_groups = {p.groups / p.clusters, p.groups % p.clusters};
+  p.cluster_groups = shares_of(p.groups, p.clusters);
   p.room = decode_room(split, k, rows, element, halves, prepared);
   p.cluster_factor = quotient_factor(split.cluster);
   p.width_factor = quotient_factor(std::max(1, p.room.input_quads * split.parts()));
@@ -27,23 +27,10 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
   return p.room.stages == 0 ? Status::unsupported : Status::ok;
 }
 
-// Prepares `blocks` blocks of rows in a workspace of decode_workspace(), for a kernel that follows
-// at once.
-template <class Math>
-Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, void* workspace,
-                      void* stream) {
-  p.in.made = static_cast<uint8_t*>(workspace);
-  p.in.made_scales = p.in.made + blocks * p.quads * Math::kInputBytes;
-  cudaLaunchAttribute attributes[] = {early_start()};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(p.quads), static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kPrepareThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  const auto kernel = &prepare_rows<Math::kRows, Math::kHalves, Math::kFactors>;
-  return started(cudaLaunchKernelEx(&config, kernel, p.in, rows, int64_t{p.k}, p.quads));
-}
+// Prepares `blocks` blocks of `kept` rows in a workspace of decode_workspace(), as fp16 numbers or
+// as codes with scales of either kind, for a kernel that follows at once. Of weights in any format.
+Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, int kept,
+                      bool halves, bool factors, void* workspace, void* stream);
 
 // Launches the kernel on `blocks` blocks of at most Math::kRows rows, of weights that cut_decode
 // was asked about, prepared just before or not at all.

@@ -1,6 +1,7 @@
 // From the sums of all parts of k to the rows of out.
 #pragma once
 
+#include "common/numbers.cuh"
 #include "decode/decode_rows.cuh"
 #include "fused/activation.cuh"
 #include "te_mx/sm90_decode.h"
@@ -15,38 +16,7 @@ struct DecodeOut {
   DType bias_dtype = DType::bf16;
   bool activates = false;
   Act act = Act::relu;
-  const void* residual = nullptr;  // beside one matrix of weights, in dtype, or null
-  int64_t residual_ld = 0;
-  void* sum = nullptr;  // compact: residual + out
 };
-
-__device__ __forceinline__ float load_number(const void* from, int64_t i, DType dtype) {
-  if (dtype == DType::bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
-  if (dtype == DType::f16) return __half2float(static_cast<const __half*>(from)[i]);
-  return static_cast<const float*>(from)[i];
-}
-__device__ __forceinline__ void store_number(void* to, int64_t i, DType dtype, float v) {
-  if (dtype == DType::bf16) {
-    static_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16(v);
-  } else if (dtype == DType::f16) {
-    static_cast<__half*>(to)[i] = __float2half(v);
-  } else {
-    static_cast<float*>(to)[i] = v;
-  }
-}
-
-// NOTE: past L1, which may hold what was there before the kernel that wrote it.
-__device__ __forceinline__ float load_fresh(const void* from, int64_t i, DType dtype) {
-  if (dtype == DType::f32) return __ldcg(static_cast<const float*>(from) + i);
-  const uint16_t bits = __ldcg(static_cast<const uint16_t*>(from) + i);
-  return dtype == DType::bf16 ? __bfloat162float(__ushort_as_bfloat16(bits))
-                              : __half2float(__ushort_as_half(bits));
-}
-__device__ __forceinline__ float rounded_to(DType dtype, float v) {
-  return dtype == DType::bf16  ? __bfloat162float(__float2bfloat16(v))
-         : dtype == DType::f16 ? __half2float(__float2half(v))
-                               : v;
-}
 
 __device__ __forceinline__ float activated(const DecodeOut& out, float v) {
   const ActWords words{out.act, false, 0.0f, 0.0f, 0.0f};
@@ -143,7 +113,7 @@ struct SumsPlace {
   }
 };
 
-// Rows of a block whose out is written by FinishFew; of more, by finish_wide().
+// Rows of a block whose out is written by finish_few(); of more, by finish_wide().
 inline constexpr int kFinishRows = 8;
 
 // Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
@@ -181,69 +151,33 @@ __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& pl
     if (out.activates) activate(out, v);
     const int64_t row = rows.first + col;
     store_eight(out.out, row * out.ld + n, out.dtype, v, count);
-    if (out.residual == nullptr) continue;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < count)
-        v[i] = add(load_fresh(out.residual, row * out.residual_ld + n + i, out.dtype),
-                   rounded_to(out.dtype, v[i]));
-    }
-    store_eight(out.sum, row * p.n + n, out.dtype, v, count);
   }
 }
 
 // The same where few rows of x are there: a thread has a number of out at a time.
-template <class Params>
-struct FinishFew {
-  const Params& p;
-  const SumsPlace& place;
-  int group0, groups;  // of weights
-  float residual = 0.0f;
-
-  // Number i: column `n` of row `row`, -1 where that is not there.
-  struct Number {
-    int slot, row, n;
-  };
-  __device__ __forceinline__ Number number(int i, int count) const {
+template <int kThreads, class Params>
+__device__ __forceinline__ void finish_few(const Params& p, const SumsPlace& place,
+                                           const float4* sums, int group0, int groups,
+                                           const DecodeBlock& rows) {
+  const DecodeOut& out = p.out;
+  const int all = place.mine(8) * 128;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < all; i += kThreads) {
     const int slot = i >> 7, row = i >> 4 & 7, fragment = place.rank + slot * place.cluster;
     const int n = (group0 + fragment) * kDecodeRows + (i & 15);
-    return {slot, row, row < count && fragment < groups && n < p.n ? n : -1};
-  }
-  __device__ __forceinline__ float load_residual(const Number& at, const DecodeBlock& rows) const {
-    return load_fresh(p.out.residual, int64_t{rows.first + at.row} * p.out.residual_ld + at.n,
-                      p.out.dtype);
-  }
-  // The residual of a thread's first number is asked for before the sums come.
-  __device__ __forceinline__ void begin(const DecodeBlock& rows) {
-    if (p.out.residual == nullptr) return;
-    const Number at = number(threadIdx.x, rows.count);
-    if (at.n >= 0 && at.slot < place.mine(8)) residual = load_residual(at, rows);
-  }
-  template <int kThreads>
-  __device__ __forceinline__ void write(const float4* sums, const DecodeBlock& rows) const {
-    const DecodeOut& out = p.out;
-    const int all = place.mine(8) * 128;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < all; i += kThreads) {
-      const Number at = number(i, rows.count);
-      if (at.n < 0) continue;
-      // Lane 4g + t of a fragment, and what of its four numbers.
-      const int lane = (i & 7) * 4 + at.row / 2, part = (i >> 3 & 1) * 2 + at.row % 2;
-      const float* from = reinterpret_cast<const float*>(sums + at.slot * place.parts * 32 + lane);
-      from += part;
-      float v = *from;
+    if (row >= rows.count || fragment >= groups || n >= p.n) continue;
+    // Lane 4g + t of a fragment, and what of its four numbers.
+    const int lane = (i & 7) * 4 + row / 2, part = (i >> 3 & 1) * 2 + row % 2;
+    const float* from = reinterpret_cast<const float*>(sums + slot * place.parts * 32 + lane);
+    from += part;
+    float v = *from;
 #pragma unroll 4
-      for (int other = 1; other < place.parts; ++other) v += from[other * 128];
-      if (out.bias != nullptr)
-        v += load_number(out.bias, int64_t{rows.group} * p.n + at.n, out.bias_dtype);
-      if (out.activates) v = activated(out, v);
-      const int64_t row = rows.first + at.row;
-      store_number(out.out, row * out.ld + at.n, out.dtype, v);
-      if (out.residual == nullptr) continue;
-      const float old = i == static_cast<int>(threadIdx.x) ? residual : load_residual(at, rows);
-      store_number(out.sum, row * p.n + at.n, out.dtype, add(old, rounded_to(out.dtype, v)));
-    }
+    for (int other = 1; other < place.parts; ++other) v += from[other * 128];
+    if (out.bias != nullptr)
+      v += load_number(out.bias, int64_t{rows.group} * p.n + n, out.bias_dtype);
+    if (out.activates) v = activated(out, v);
+    store_number(out.out, (rows.first + row) * out.ld + n, out.dtype, v);
   }
-};
+}
 
 }  // namespace te_mx::sm90

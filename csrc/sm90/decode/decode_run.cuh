@@ -25,7 +25,8 @@ Status run_decode(DecodeTask t) {
   t.rows.most = kRows;
   const int64_t blocks = decode_blocks(t.rows.m, t.rows.groups.count, kRows);
   if constexpr (Math::kPrepared) {
-    const Status prepared = launch_prepare<Math>(t.p, t.rows, blocks, t.workspace, t.stream);
+    const Status prepared = launch_prepare(t.p, t.rows, blocks, kRows, Math::kHalves,
+                                           Math::kFactors, t.workspace, t.stream);
     if (prepared != Status::ok) return prepared;
   }
   return launch_decode<Math>(t.p, t.rows, blocks, t.stream);
@@ -75,9 +76,7 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 }
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_e5m2(const DecodeTask& t, bool halves);
 Status run_decode_e2m1(const DecodeTask& t, bool halves);
 Status run_decode_factors_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_factors_e5m2(const DecodeTask& t, bool halves);
 
 }  // namespace te_mx::sm90

@@ -24,7 +24,7 @@ __device__ __forceinline__ void fp4x8_to_fp8(uint32_t w, uint32_t& first, uint32
 template <Element kFmt>
 struct WeightBlock {
   static constexpr bool kFp4 = kFmt == Element::e2m1;
-  static constexpr tile::Fp8 kCodes = kFp4 ? Element::e4m3 : kFmt;  // that the tensor cores see
+  static constexpr tile::Fp8 kCodes = Element::e4m3;  // that the tensor cores see
   static constexpr int kWords = kFp4 ? 2 : 4, kBytes = 128 * kWords;
   uint32_t codes[kWords];
 

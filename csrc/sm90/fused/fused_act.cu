@@ -6,13 +6,14 @@ namespace te_mx::sm90 {
 
 namespace {
 
-template <class T, tile::Fp8 kFmt, bool kPlain>
+template <class T, tile::Fp8 kFmt, Sink kSink>
 Status launch_instance(const ActParams& p, dim3 grid, cudaStream_t stream) {
+  using Smem = SinkSmem<T, kSink>;
   if (p.grad.data == nullptr) {
-    return launch_fused(act_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(1 + p.act.gated),
-                        stream, p);
+    return launch_fused(act_kernel<T, kFmt, kSink>, grid,
+                        fused_smem_bytes<T, Smem>(1 + p.act.gated), stream, p);
   }
-  return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(2), stream, p);
+  return launch_fused(dact_kernel<T, kFmt, kSink>, grid, fused_smem_bytes<T, Smem>(2), stream, p);
 }
 
 // fp16, fp32 and FP4 have one instance for packed and plain codes. FP4 is made of bf16 alone.
@@ -20,13 +21,19 @@ template <class T, tile::Fp8 kFmt>
 Status launch_plain(const ActParams& p, dim3 grid, cudaStream_t stream) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (kBf16 && !kIsFp4<kFmt>) {
-    if (!wants_plain(p.q)) return launch_instance<T, kFmt, false>(p, grid, stream);
+    if (!wants_plain(p.q)) return launch_instance<T, kFmt, Sink::packed>(p, grid, stream);
   }
   if constexpr (kBf16 || !kIsFp4<kFmt>) {
-    return launch_instance<T, kFmt, true>(p, grid, stream);
+    return launch_instance<T, kFmt, Sink::plain>(p, grid, stream);
   } else {
     return Status::unsupported;
   }
+}
+
+// Fp32 factors are those of E4M3, made of bf16 alone.
+Status launch_factors(const ActParams& p, dim3 grid, cudaStream_t stream) {
+  if (p.q.a.x_dtype != DType::bf16 || p.q.a.element != Element::e4m3) return Status::unsupported;
+  return launch_instance<__nv_bfloat16, tile::Fp8::e4m3, Sink::factors>(p, grid, stream);
 }
 
 template <class T>
@@ -57,7 +64,7 @@ Status activate(const ActArgs& a) {
   if (status != Status::ok) return status;
   if (q.rows == 0 || q.cols == 0) return Status::ok;
   ActParams p{};
-  status = quantize_params(q, p.q);
+  status = sink_params(q, a.to, p.q);
   if (status != Status::ok) return status;
   p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
   p.act = {a.act, a.gated, a.limit, a.alpha, a.offset};
@@ -69,9 +76,10 @@ Status activate(const ActArgs& a) {
   p.halves = backward && a.gated && p.vectors && cols % kTile == 0;
   const auto stream = static_cast<cudaStream_t>(q.stream);
   const dim3 grid = tile_grid(p.q, p.halves ? p.q.col_tiles / 2 : p.q.col_tiles);
-  status = q.x_dtype == DType::bf16  ? launch_act<__nv_bfloat16>(p, grid, stream)
-           : q.x_dtype == DType::f16 ? launch_act<__half>(p, grid, stream)
-                                     : launch_act<float>(p, grid, stream);
+  status = is_blockwise(a.to.scaling) ? launch_factors(p, grid, stream)
+           : q.x_dtype == DType::bf16 ? launch_act<__nv_bfloat16>(p, grid, stream)
+           : q.x_dtype == DType::f16  ? launch_act<__half>(p, grid, stream)
+                                      : launch_act<float>(p, grid, stream);
   if (status != Status::ok || q.col_sum == nullptr) return status;
   return launch_sums(q.col_sum_ws, q.col_sum, q.col_sum_dtype, p.q.row_tiles, q.cols, stream);
 }

@@ -10,7 +10,7 @@
 namespace te_mx::sm90 {
 
 struct ActParams {
-  QuantizeParams q;
+  FactorParams q;
   Rows h, grad;
   int64_t cols;  // of the activated values; gates start there in h
   ActWords act;
@@ -20,12 +20,12 @@ struct ActParams {
 };
 
 // ----------------------------------------------------------------------------------------- forward
-template <class T, tile::Fp8 kFmt, bool kPlain>
+template <class T, tile::Fp8 kFmt, Sink kSink>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
     act_kernel(const __grid_constant__ ActParams p) {
   extern __shared__ __align__(16) char smem[];
-  QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
-  uint4* const slot = own_slots(smem);
+  auto& s = *reinterpret_cast<SinkSmem<T, kSink>*>(smem);
+  uint4* const slot = own_slots(s);
   uint4* const gate_slot = slot + kSlotChunks<T> * kChunkStep;
   Tile t;
   tile::let_dependents_start();
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
       finish_row<T>(slot, k, v, e, out);
     }
   });
-  quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t);
+  quantize_slot<T, T, kFmt, kSink>(s, p.q, slot, t);
 }
 
 // ---------------------------------------------------------------------------------------- backward
@@ -125,12 +125,12 @@ struct BackwardInputs {
   }
 };
 
-template <class T, tile::Fp8 kFmt, bool kPlain>
+template <class T, tile::Fp8 kFmt, Sink kSink>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
     dact_kernel(const __grid_constant__ ActParams p) {
   extern __shared__ __align__(16) char smem[];
-  QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
-  uint4* slot = own_slots(smem);
+  auto& s = *reinterpret_cast<SinkSmem<T, kSink>*>(smem);
+  uint4* slot = own_slots(s);
   uint4* const other = slot + kSlotChunks<T> * kChunkStep;
   Tile t;
   tile::let_dependents_start();
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
 #pragma unroll 1
   for (int left = p.halves; left >= 0; --left) {
     // Products have many small values beside large ones.
-    quantize_slot<T, T, kFmt, kPlain, true, false>(s, p.q, slot, t);
+    quantize_slot<T, T, kFmt, kSink, true, false>(s, p.q, slot, t);
     if (left == 0) break;
     __syncthreads();
     slot = other;

@@ -8,7 +8,7 @@ namespace te_mx::sm90 {
 namespace {
 
 struct NormParams {
-  QuantizeParams q;
+  FactorParams q;
   NormRows n;
   Bands bands;
   const float* weight;
@@ -18,13 +18,13 @@ struct NormParams {
   bool scale_vectors;  // weight and bias likewise
 };
 
-template <class In, class T, tile::Fp8 kFmt, bool kPlain>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4               ? 2
-                                                    : sizeof(In) == 2 && !kPlain ? 4
-                                                                                 : 3)
+template <class In, class T, tile::Fp8 kFmt, Sink kSink>
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4                             ? 2
+                                                    : sizeof(In) == 2 && kSink == Sink::packed ? 4
+                                                                                               : 3)
     norm_kernel(const __grid_constant__ NormParams p) {
   extern __shared__ __align__(16) char smem[];
-  QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
+  auto& s = *reinterpret_cast<SinkSmem<T, kSink>*>(smem);
   // Mean and reciprocal deviation of the tile's rows, where the quantizer would have column sums;
   // before, the ticket.
   float2* const stats = reinterpret_cast<float2*>(s.sums);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4              
     if (threadIdx.x % 32 == 0) publish(p.bands, item.band);
     return;
   }
-  uint4* const slot = own_slots(smem);
+  uint4* const slot = own_slots(s);
   Tile t;
   place_tile(t, p.q, item.row_tile(p.bands), item.col_tile(p.bands));
   if (t.rt >= p.q.row_tiles) return;
@@ -79,27 +79,41 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4              
   }
   // NOTE: what is known of the tile would stay in registers all along, as in quantize_slot.
   place_tile(t, p.q, tile::opaque(t.rt), tile::opaque(t.ct));
-  quantize_slot<In, T, kFmt, kPlain, false>(s, p.q, slot, t);
+  quantize_slot<In, T, kFmt, kSink, false>(s, p.q, slot, t);
+}
+
+template <class In, class T, tile::Fp8 kFmt, Sink kSink>
+Status launch_instance(const NormParams& p, unsigned ctas, cudaStream_t stream) {
+  constexpr int kSmem = fused_smem_bytes<In, SinkSmem<T, kSink>>(1);
+  return launch_fused(norm_kernel<In, T, kFmt, kSink>, dim3(ctas), kSmem, stream, p);
 }
 
 template <class In, class T, tile::Fp8 kFmt>
 Status launch_format(const NormParams& p, unsigned ctas, cudaStream_t stream) {
-  constexpr int kSmem = fused_smem_bytes<In>(1);
   if constexpr (std::is_same_v<In, __nv_bfloat16> && !kIsFp4<kFmt>) {
-    if (!wants_plain(p.q))
-      return launch_fused(norm_kernel<In, T, kFmt, false>, dim3(ctas), kSmem, stream, p);
+    if (!wants_plain(p.q)) return launch_instance<In, T, kFmt, Sink::packed>(p, ctas, stream);
   }
   if constexpr (kIsFp4<kFmt> && !std::is_same_v<T, __nv_bfloat16>) {
     return Status::unsupported;  // FP4 is made of bf16 alone
   } else {
-    return launch_fused(norm_kernel<In, T, kFmt, true>, dim3(ctas), kSmem, stream, p);
+    return launch_instance<In, T, kFmt, Sink::plain>(p, ctas, stream);
   }
 }
 
 template <class In, class T>
 Status launch_norm(const NormParams& p, unsigned ctas, cudaStream_t stream) {
-  return with_element(
+  return with_weights(
       p.q.a.element, [&]<tile::Fp8 kFmt>() { return launch_format<In, T, kFmt>(p, ctas, stream); });
+}
+
+// Fp32 factors are those of E4M3, made of bf16 alone.
+Status launch_factors(const NormParams& p, DType in, unsigned ctas, cudaStream_t stream) {
+  using T = __nv_bfloat16;
+  if (p.q.a.x_dtype != DType::bf16 || p.q.a.element != Element::e4m3 || in == DType::f16)
+    return Status::unsupported;
+  return in == DType::bf16
+             ? launch_instance<T, T, tile::Fp8::e4m3, Sink::factors>(p, ctas, stream)
+             : launch_instance<float, T, tile::Fp8::e4m3, Sink::factors>(p, ctas, stream);
 }
 
 }  // namespace
@@ -117,7 +131,7 @@ Status normalize(const NormArgs& a) {
     return Status::bad_argument;
   }
   NormParams p{};
-  status = quantize_params(q, p.q);
+  status = sink_params(q, a.to, p.q);
   if (status != Status::ok) return status;
   const int bytes = a.x.dtype == DType::f32 ? 4 : 2;
   const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
@@ -131,6 +145,7 @@ Status normalize(const NormArgs& a) {
   const auto stream = static_cast<cudaStream_t>(q.stream);
   status = clear_bands(p.bands, stream);
   if (status != Status::ok) return status;
+  if (is_blockwise(a.to.scaling)) return launch_factors(p, a.x.dtype, ctas, stream);
   if (a.x.dtype == DType::f32) {
     return q.x_dtype == DType::bf16  ? launch_norm<float, __nv_bfloat16>(p, ctas, stream)
            : q.x_dtype == DType::f16 ? launch_norm<float, __half>(p, ctas, stream)

@@ -11,8 +11,7 @@
 
 #include <cstddef>
 
-#include "common/launch.h"
-#include "quantize/quantize_kernel.cuh"
+#include "quantize/factor_launch.cuh"
 
 namespace te_mx::sm90 {
 
@@ -20,17 +19,27 @@ template <class In>
 inline constexpr int kSlotChunks = 8 * Input<In>::kVectors;
 inline constexpr int kChunkStep = kQuantizeThreads;  // between the chunks of a thread
 
-static_assert(offsetof(QuantizeSmem, codes) + sizeof(QuantizeSmem::codes) == sizeof(QuantizeSmem));
+// What a step ends in: MX, packed both ways or in any form, or fp32 factors for 1 x 128.
+enum class Sink { packed, plain, factors };
 
-// Shared memory of a kernel with the slots of so many inputs.
-template <class In>
-constexpr int fused_smem_bytes(int inputs) {
-  return static_cast<int>(offsetof(QuantizeSmem, codes)) +
-         inputs * kSlotChunks<In> * kChunkStep * 16;
+template <class T, Sink kSink>
+using SinkSmem = std::conditional_t<kSink == Sink::factors, FactorSmem<T>, QuantizeSmem>;
+
+template <class Smem>
+constexpr int slots_offset() {
+  static_assert(offsetof(Smem, codes) + sizeof(Smem::codes) == sizeof(Smem));
+  return static_cast<int>(offsetof(Smem, codes));
 }
 
-__device__ __forceinline__ uint4* own_slots(char* smem) {
-  return reinterpret_cast<uint4*>(smem + offsetof(QuantizeSmem, codes)) + threadIdx.x;
+// Shared memory of a kernel with the slots of so many inputs.
+template <class In, class Smem>
+constexpr int fused_smem_bytes(int inputs) {
+  return slots_offset<Smem>() + inputs * kSlotChunks<In> * kChunkStep * 16;
+}
+
+template <class Smem>
+__device__ __forceinline__ uint4* own_slots(Smem& s) {
+  return reinterpret_cast<uint4*>(&s.codes[0][0]) + threadIdx.x;
 }
 
 // What exists of a thread's 8 rows and columns; less than none at the edges.
@@ -193,8 +202,8 @@ __device__ __forceinline__ void finish_row(uint4* slot, int k, float (&v)[8], co
 
 // Quantizes what finish_row left in a slot; kSums and kOnce as in quantize_patch. NOTE: codes
 // of columns are staged over the slot, after a barrier inside.
-template <class In, class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true>
-__device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizeParams& p,
+template <class In, class T, tile::Fp8 kFmt, Sink kSink, bool kSums = true, bool kOnce = true>
+__device__ __forceinline__ void quantize_slot(SinkSmem<T, kSink>& s, const FactorParams& p,
                                               const uint4* slot, const Tile& t) {
   // NOTE: places in shared memory that are known before would stay in registers all along.
   const Place at(tile::opaque(threadIdx.x));
@@ -206,7 +215,21 @@ __device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizePar
       reinterpret_cast<uint4*>(x[k])[j] = slot[(k * Input<In>::kVectors + j) * kChunkStep];
     }
   }
-  quantize_patch<T, kFmt, kPlain, kSums, kOnce>(p, s, x, t, at);
+  if constexpr (kSink != Sink::factors) {
+    quantize_patch<T, kFmt, kSink == Sink::plain, kSums, kOnce>(p, s, x, t, at);
+  } else if (p.aligned) {
+    quantize_factor_patch<T, kFmt, FactorBlocks::rows_aligned, kSums>(p, s, x, t, at);
+  } else {
+    quantize_factor_patch<T, kFmt, FactorBlocks::rows, kSums>(p, s, x, t, at);
+  }
+}
+
+// Parameters of the quantizer that a step ends in.
+inline Status sink_params(const QuantizeTask& a, const QuantizeOut& to, FactorParams& p) {
+  if (!is_blockwise(to.scaling)) return quantize_params(a, p);
+  if (to.scaling.block_rows != 1) return Status::unsupported;
+  const Status status = check_factors(to);
+  return status == Status::ok ? factor_params(a, to, (a.rows + 127) / 128, a.rows, p) : status;
 }
 
 // Lets a kernel have its shared memory, and launches it so that it starts while its predecessor

@@ -84,7 +84,7 @@ __device__ __forceinline__ void write_row(const NormGradTask& a, const float (&v
 }
 
 template <class Dz, class X>
-constexpr int kGradSmem = fused_smem_bytes<X>(1) + kSlotChunks<Dz> * kChunkStep * 16;
+constexpr int kGradSmem = fused_smem_bytes<X, QuantizeSmem>(1) + kSlotChunks<Dz> * kChunkStep * 16;
 
 template <class Dz, class X>
 __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024    ? 3
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024
   const int64_t row0 = rt * 128ll, col0 = ct * 128ll, row = row0 + at.r, col = col0 + at.c;
   const auto left = [](int64_t size) { return static_cast<int>(size < 8 ? size : 8); };
   const Extent e(left(a.rows - row), left(a.cols - col));
-  uint4* const x_slot = own_slots(smem);
+  uint4* const x_slot = own_slots(*reinterpret_cast<QuantizeSmem*>(smem));
   uint4* const dz_slot = x_slot + kSlotChunks<X> * kChunkStep;
   fill_slot<X>(x_slot, static_cast<const X*>(a.x.data) + row * a.x.stride + col, a.x.stride, e,
                p.vectors);

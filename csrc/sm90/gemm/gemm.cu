@@ -125,12 +125,14 @@ Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
   if (a.lhs.layout != lhs || a.rhs.layout != rhs) return Status::unsupported;
   if (is_blockwise(a.lhs.scaling) && is_blockwise(a.rhs.scaling)) {
     if (!known(a.lhs.element) || !known(a.rhs.element)) return Status::bad_argument;
-    const bool takes = is_fp8(a.lhs.element) && is_fp8(a.rhs.element) &&
+    const bool takes = is_fp8(a.lhs.element) && a.rhs.element == Element::e4m3 &&
                        a.lhs.scaling.block_rows == 1 && a.execution.parts <= 1;
     return takes ? Status::ok : Status::unsupported;
   }
   const Status status = check_mx(a.lhs.element, a.lhs.scaling);
-  return status == Status::ok ? check_mx(a.rhs.element, a.rhs.scaling) : status;
+  if (status != Status::ok) return status;
+  const Status of_rhs = check_mx(a.rhs.element, a.rhs.scaling);
+  return of_rhs != Status::ok || is_of_weights(a.rhs.element) ? of_rhs : Status::unsupported;
 }
 
 Status check_epilogue(const Epilogue& e, int64_t n) {

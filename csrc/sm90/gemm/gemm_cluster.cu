@@ -48,10 +48,10 @@ Status launch_as(const GemmArgs& a, const Device& device) {
 
 Status gemm_cluster(const GemmArgs& a, const Device& device) {
   using tile::Fp8;
-  const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
-    return launch_as<ClusterConfig<ByteOperands<kLhs, kRhs>>>(a, device);
+  const auto go = [&]<Fp8 kLhs>() {
+    return launch_as<ClusterConfig<ByteOperands<kLhs>>>(a, device);
   };
-  const Status status = with_tiles(a, go);
+  const Status status = with_lhs(a, go);
   if (status != Status::ok || a.epilogue.bias_grad == nullptr) return status;
   return reduce_columns(static_cast<const float*>(a.execution.workspace), a.epilogue.bias_grad,
                         (a.lhs.rows + kFinishRows - 1) / kFinishRows, a.rhs.rows,

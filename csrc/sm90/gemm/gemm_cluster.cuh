@@ -3,6 +3,7 @@
 // epilogue of those rows: one launch, no workspace. The bits are those of gemm_split.cuh.
 #pragma once
 
+#include "common/shares.cuh"
 #include "gemm/gemm_finish.cuh"
 #include "gemm/gemm_kernel.cuh"
 #include "mxtile/sm90/cluster.cuh"
@@ -19,9 +20,9 @@ struct PartsOfK {
   int steps[kMostCodesParts + 1];
   __host__ void cut(int k_steps, int into) {
     static_assert(kMostClusterParts <= kMostCodesParts);
+    const Shares shares = shares_of(k_steps, into);
     parts = into;
-    for (int i = 0; i <= into; ++i)
-      steps[i] = static_cast<int>(static_cast<int64_t>(i) * k_steps / into);
+    for (int i = 0; i <= into; ++i) steps[i] = shares.begin(i);
   }
 };
 

@@ -34,9 +34,9 @@ inline CUtensorMapDataType map_type(DType dtype) {
 
 inline int width_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// -----------------------------------------------------------------------------------------
-// epilogue What the copy engine cannot store, and what it cannot add. NOTE: it writes 16 bytes at
-// once, so where a row of D ends inside of them, what lies behind it would change.
+// ------------------------------------------------------------------------------------ epilogue
+// What the copy engine cannot store, and what it cannot add. NOTE: it writes 16 bytes at once, so
+// where a row of D ends inside of them, what lies behind it would change.
 inline bool stored_by_element(const Epilogue& e, int64_t n) {
   const int width = width_of(e.out_dtype);
   return e.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(e.out) % 16 != 0 ||
@@ -87,8 +87,8 @@ inline EpilogueParams epilogue_params(const Epilogue& e, int64_t m, int64_t n, v
   return p;
 }
 
-// -------------------------------------------------------------------------------------------
-// launch
+// -------------------------------------------------------------------------------------- launch
+// What the copy engine is told of a call.
 struct Maps {
   CUtensorMap lhs, rhs, out{}, side{};
 
@@ -153,26 +153,21 @@ Status launch(const Kind& kind, const Device& device) {
                        a.execution.stream);
 }
 
-// What go<lhs, rhs>() gives, for the elements of both operands' tiles.
+// What go<lhs>() gives, for the element of the tiles of lhs.
 template <class Go>
-Status with_tiles(const GemmArgs& a, const Go& go) {
+Status with_lhs(const GemmArgs& a, const Go& go) {
   using tile::Fp8;
-  const Element lhs = tile_element(a.lhs.element), rhs = tile_element(a.rhs.element);
-  if (lhs == Element::e4m3) {
-    return rhs == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
-                                : go.template operator()<Fp8::e4m3, Fp8::e5m2>();
-  }
-  return rhs == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
-                              : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
+  return tile_element(a.lhs.element) == Element::e5m2 ? go.template operator()<Fp8::e5m2>()
+                                                      : go.template operator()<Fp8::e4m3>();
 }
 
-// The four pairs of elements and the epilogues of one shape of blocks.
+// Both elements of lhs and the epilogues of one shape of blocks.
 template <class Shape, class Promotion, class Kind>
 Status launch_any(const Kind& kind, const Device& device) {
   using tile::Fp8;
   const GemmArgs& a = kind.gemm();
-  const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
-    using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, Promotion>;
+  const auto go = [&]<Fp8 kLhs>() {
+    using Config = GemmConfig<Shape, ByteOperands<kLhs>, Promotion>;
     if constexpr (Kind::kEveryEpilogue && Config::kFull) {
       if (side_tensor(a.epilogue, a.rhs.rows) == SideTensor::gelu_in)
         return launch<Config, EpilogueKind::backward>(kind, device);
@@ -181,12 +176,12 @@ Status launch_any(const Kind& kind, const Device& device) {
     if (Kind::kEveryEpilogue && needs_full(a.epilogue)) return Status::bad_argument;
     using WavesApart = typename Promotion::WavesApart;
     if constexpr (Kind::kEveryEpilogue && Config::kWaves > 1 && !std::is_void_v<WavesApart>) {
-      using Adding = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, WavesApart>;
+      using Adding = GemmConfig<Shape, ByteOperands<kLhs>, WavesApart>;
       if (only_adds(a.epilogue, a.rhs.rows)) return launch<Adding, EpilogueKind::add>(kind, device);
     }
     return launch<Config, EpilogueKind::plain>(kind, device);
   };
-  return with_tiles(a, go);
+  return with_lhs(a, go);
 }
 
 // --------------------------------------------------------------------------------------- dense

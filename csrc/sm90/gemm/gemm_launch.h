@@ -36,6 +36,7 @@ inline int group_size(int clusters, int bm, int bn) {
   int64_t least = INT64_MAX;
   for (int g = 1; g <= clusters; ++g) {
     const int64_t rows = static_cast<int64_t>(g) * bm;
+    if (rows + bn >= least) break;  // and so do all taller ones: a call of a small problem counts
     const int64_t cols = static_cast<int64_t>((clusters + g - 1) / g) * bn;
     if (rows + cols < least) least = rows + cols, best = g;
   }
@@ -43,7 +44,7 @@ inline int group_size(int clusters, int bm, int bn) {
 }
 
 // ok, or what is wrong with operands that should have these layouts: both MX, or both with fp32
-// factors, lhs in blocks of 1 x 128; and with an epilogue.
+// factors, lhs in blocks of 1 x 128; rhs not in E5M2; and with an epilogue.
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs);
 Status check_epilogue(const Epilogue& e, int64_t n);
 

@@ -6,8 +6,8 @@
 //   kArrive<..>         bytes of them that the copy engine brings
 //   load<Config>(...)   starts the copies of a stage; one thread calls it
 //
-// Operands whose codes are narrower than what the tensor cores read (4 bits) would be another one:
-// it brings them to a place behind the stage and has a warp decode them into it before `ready`.
+// rhs is E4M3: E5M2, of more range and fewer bits, is for gradients, which are lhs. Codes of 4 bits
+// have a kernel of their own (gemm_codes_kernel.cuh).
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ namespace te_mx::sm90 {
 namespace tile = mxtile::sm90;
 
 // Codes of 8 bits, which lie in memory as the tensor cores read them: they arrive in the stage.
-template <tile::Fp8 kLhs_, tile::Fp8 kRhs_>
+template <tile::Fp8 kLhs_>
 struct ByteOperands {
-  static constexpr tile::Fp8 kLhs = kLhs_, kRhs = kRhs_;
+  static constexpr tile::Fp8 kLhs = kLhs_, kRhs = tile::Fp8::e4m3;
   template <int kRows>
   static constexpr int kLhsBytes = kRows * 128;
   template <int kRows>

@@ -3,6 +3,7 @@
 // a second kernel (split_finish.cu) adds the parts up in order and applies the epilogue.
 #pragma once
 
+#include "common/shares.cuh"
 #include "gemm/gemm_kernel.cuh"
 
 namespace te_mx::sm90 {
@@ -10,7 +11,8 @@ namespace te_mx::sm90 {
 // `epilogue` describes the sums of all parts as one matrix.
 struct SplitParams : GemmParams {
   int parts;
-  int m, rows;  // rows of D, and of the sums of one part: whole waves
+  Shares steps;  // of each of them
+  int m, rows;   // rows of D, and of the sums of one part: whole waves
 };
 
 // Part by part, so that what runs at one time reads the same K.
@@ -63,12 +65,9 @@ class SplitScheduler {
     at.part = index_ / blocks;
     if (at.part >= p_.parts) return false;
     at.block = block_at(p_, p_.m_blocks, index_ - at.part * blocks);
-    at.first = boundary(at.part), at.end = boundary(at.part + 1);
+    at.first = p_.steps.begin(at.part), at.end = p_.steps.begin(at.part + 1);
     index_ += gridDim.x;
     return true;
-  }
-  __device__ __forceinline__ int boundary(int part) const {
-    return static_cast<int>(static_cast<int64_t>(part) * p_.k_steps / p_.parts);
   }
 
   const SplitParams& p_;

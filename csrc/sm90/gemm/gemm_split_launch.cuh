@@ -15,7 +15,8 @@ struct Split {
   Arrays fill(Params& p) const {
     const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
     const SplitSums sums = split_sums(args);
-    p.parts = args.execution.parts, p.m = static_cast<int>(m), p.rows = static_cast<int>(sums.rows);
+    p.parts = args.execution.parts, p.steps = shares_of(p.k_steps, p.parts);
+    p.m = static_cast<int>(m), p.rows = static_cast<int>(sums.rows);
     EpilogueParams& e = p.epilogue;
     e.out = args.execution.workspace, e.ldo = sums.pitch, e.out_dtype = DType::f32;
     e.m = static_cast<int>(p.parts * sums.rows), e.n = static_cast<int>(n);

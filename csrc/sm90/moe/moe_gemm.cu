@@ -29,10 +29,10 @@ Status check(const MoeGemmArgs& a) {
   if (status != Status::ok) return status;
   const int64_t most = (int64_t{1} << 31) - 257;
   const int64_t pieces = r.blocks * pieces_of_block(r);
-  if (!is_fp8(a.lhs.element) || a.rhs.k % kBlock != 0 || a.rhs.rows < kRows || a.rhs.rows > most ||
-      a.rhs.k > most || r.routed > most || r.positions > most || pieces > kMostPieces ||
-      !aligned(a.rhs.codes, 16) || !aligned(a.lhs.codes, 8) || !aligned(a.rhs.scales, 2) ||
-      !aligned(a.lhs.scales, 4))
+  if (!is_fp8(a.lhs.element) || !is_of_weights(a.rhs.element) || a.rhs.k % kBlock != 0 ||
+      a.rhs.rows < kRows || a.rhs.rows > most || a.rhs.k > most || r.routed > most ||
+      r.positions > most || pieces > kMostPieces || !aligned(a.rhs.codes, 16) ||
+      !aligned(a.lhs.codes, 8) || !aligned(a.rhs.scales, 2) || !aligned(a.lhs.scales, 4))
     return Status::unsupported;
   const int64_t slices = (a.rhs.rows + kRows - 1) / kRows;
   return pieces * slices > most ? Status::unsupported : Status::ok;
@@ -102,7 +102,7 @@ Status moe_gemm(const MoeGemmArgs& a) {
   p.slices = (p.n + p.groups * kRows - 1) / (p.groups * kRows);
   p.bias = a.bias, p.bias_dtype = a.bias_dtype, p.weights = a.weights;
   p.out = a.out, p.out_dtype = a.out_dtype;
-  return with_element(a.rhs.element, [&]<Element kW>() -> Status {
+  return with_weights(a.rhs.element, [&]<Element kW>() {
     return a.lhs.element == Element::e5m2 ? launch_any<kW, Element::e5m2>(p, pieces, a.execution)
                                           : launch_any<kW, Element::e4m3>(p, pieces, a.execution);
   });

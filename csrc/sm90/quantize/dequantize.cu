@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/device.h"
+#include "common/numbers.cuh"
 #include "quantize/plain_codes.cuh"
 #include "quantize/plain_tasks.h"
 #include "te_mx/sm90.h"
@@ -116,27 +117,23 @@ __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_cons
   }
 }
 
-template <tile::Fp8 kFmt, class T>
+// Any size and address, element by element.
 __global__ void __launch_bounds__(kThreads)
     dequantize_elements(const __grid_constant__ DequantizeTask a) {
   const int64_t total = a.rows * a.cols, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  const bool fp4 = a.element == Element::e2m1, down = a.blocks_along_rows;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += step) {
     const int64_t row = i / a.cols, col = i - row * a.cols;
-    const uint32_t scale = a.blocks_along_rows ? a.scales[row / 32 * a.cols + col]
-                                               : a.scales[row * ((a.cols + 31) / 32) + col / 32];
-    uint16_t code;
-    if constexpr (kFmt == tile::Fp8::e2m1) {
-      const uint32_t byte = a.blocks_along_rows
-                                ? a.codes[i]
-                                : a.codes[row * row_bytes(a.cols, true) + col / 2] >> col % 2 * 4;
-      code = static_cast<uint16_t>(tile::Fp4Table(tile::kFp4Headroom).four(byte & 0xF) & 0xFF);
-    } else {
-      code = a.codes[i];
+    const uint32_t scale =
+        down ? a.scales[row / 32 * a.cols + col] : a.scales[row * ((a.cols + 31) / 32) + col / 32];
+    uint32_t code = a.codes[fp4 && !down ? row * row_bytes(a.cols, true) + col / 2 : i];
+    if (fp4) {
+      code = (down ? code : code >> col % 2 * 4) & 0xF;
+      code = tile::Fp4Table(tile::kFp4Headroom).four(code) & 0xFF;
     }
-    const float v =
-        __low2float(tile::fp8x2_to_half2<kReadFmt<kFmt>>(code)) * tile::e8m0_to_float(scale);
-    static_cast<T*>(a.out)[i] = static_cast<T>(v);
+    store_number(a.out, i, a.out_dtype,
+                 value_of(a.element, static_cast<uint8_t>(code)) * tile::e8m0_to_float(scale));
   }
 }
 
@@ -149,7 +146,7 @@ void launch(const DequantizeTask& a) {
       (a.blocks_along_rows && !aligned(a.scales, 8))) {
     const int64_t blocks = (a.rows * a.cols + kThreads - 1) / kThreads;
     const auto grid = static_cast<unsigned>(blocks < 132 * 64 ? blocks : 132 * 64);
-    dequantize_elements<kFmt, T><<<grid, kThreads, 0, stream>>>(a);
+    dequantize_elements<<<grid, kThreads, 0, stream>>>(a);
     return;
   }
   Params p{a, 0};

@@ -6,7 +6,8 @@
 #include <cstdint>
 
 #include "common/device.h"
-#include "mxtile/sm90/fp8.cuh"
+#include "common/numbers.cuh"
+#include "quantize/plain_codes.cuh"
 #include "quantize/plain_tasks.h"
 
 namespace te_mx::sm90 {
@@ -27,64 +28,69 @@ struct Params {
   int row_bits, col_bits;
 };
 
-// A thread takes kCount codes of a row at a time: 8, which start where 8 bytes do, or 1.
-template <tile::Fp8 kFmt, class T, int kCount>
+// A thread takes 8 codes of a row at a time, which start where 8 bytes do.
+template <tile::Fp8 kFmt, class T>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_factors_kernel(const __grid_constant__ Params p) {
-  const int64_t pieces = p.cols / kCount, total = p.rows * pieces,
+    dequantize_factor_vectors(const __grid_constant__ Params p) {
+  const int64_t pieces = p.cols / 8, total = p.rows * pieces,
                 step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += step) {
-    const int64_t row = i / pieces, col = (i - row * pieces) * kCount;
+    const int64_t row = i / pieces, col = (i - row * pieces) * 8;
     const float* const scales = p.scales + (row >> p.row_bits) * p.scale_ld;
-    alignas(8) uint8_t codes[kCount];
-    alignas(16) T out[kCount];
-    if constexpr (kCount == 8) {
-      *reinterpret_cast<uint2*>(codes) =
-          __ldg(reinterpret_cast<const uint2*>(p.codes + row * p.cols + col));
-    } else {
-      codes[0] = p.codes[row * p.cols + col];
-    }
+    alignas(8) uint8_t codes[8];
+    alignas(16) T out[8];
+    *reinterpret_cast<uint2*>(codes) =
+        __ldg(reinterpret_cast<const uint2*>(p.codes + row * p.cols + col));
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
+    for (int j = 0; j < 8; ++j) {
       const float v = __low2float(tile::fp8x2_to_half2<kFmt>(codes[j]));
       out[j] = static_cast<T>(v * __ldg(scales + ((col + j) >> p.col_bits)));
     }
     T* const to = static_cast<T*>(p.out) + row * p.cols + col;
-    if constexpr (kCount == 8) {
 #pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
-        reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(out)[j];
-    } else {
-      to[0] = out[0];
-    }
+    for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
+      reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(out)[j];
   }
 }
 
-template <tile::Fp8 kFmt, class T>
-void launch(const Params& p, cudaStream_t stream) {
+// Any size and address, element by element.
+__global__ void __launch_bounds__(kThreads)
+    dequantize_factor_elements(const __grid_constant__ Params p, Element element, DType dtype) {
+  const int64_t total = p.rows * p.cols, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
+       i += step) {
+    const int64_t row = i / p.cols, col = i - row * p.cols;
+    const float scale = __ldg(p.scales + (row >> p.row_bits) * p.scale_ld + (col >> p.col_bits));
+    store_number(p.out, i, dtype, value_of(element, p.codes[i]) * scale);
+  }
+}
+
+unsigned grid_of(int64_t threads) {
+  const int64_t blocks = (threads + kThreads - 1) / kThreads;
+  return static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
+}
+
+void launch(const Params& p, Element element, DType dtype, cudaStream_t stream) {
   const auto aligned = [](const void* at, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(at) % bytes == 0;
   };
-  const bool vectors = p.cols % 8 == 0 && aligned(p.codes, 8) && aligned(p.out, 16);
-  const int64_t total = p.rows * p.cols / (vectors ? 8 : 1),
-                blocks = (total + kThreads - 1) / kThreads;
-  const auto grid = static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
-  if (vectors) {
-    dequantize_factors_kernel<kFmt, T, 8><<<grid, kThreads, 0, stream>>>(p);
-  } else {
-    dequantize_factors_kernel<kFmt, T, 1><<<grid, kThreads, 0, stream>>>(p);
+  if (p.cols % 8 != 0 || !aligned(p.codes, 8) || !aligned(p.out, 16)) {
+    dequantize_factor_elements<<<grid_of(p.rows * p.cols), kThreads, 0, stream>>>(p, element,
+                                                                                  dtype);
+    return;
   }
-}
-
-template <tile::Fp8 kFmt>
-void launch_any(const Params& p, DType dtype, cudaStream_t stream) {
+  const auto go = [&]<class T>(T) {
+    const auto kernel = element == Element::e4m3 ? dequantize_factor_vectors<tile::Fp8::e4m3, T>
+                                                 : dequantize_factor_vectors<tile::Fp8::e5m2, T>;
+    kernel<<<grid_of(p.rows * p.cols / 8), kThreads, 0, stream>>>(p);
+  };
   if (dtype == DType::bf16) {
-    launch<kFmt, __nv_bfloat16>(p, stream);
+    go(__nv_bfloat16{});
   } else if (dtype == DType::f16) {
-    launch<kFmt, __half>(p, stream);
+    go(__half{});
   } else {
-    launch<kFmt, float>(p, stream);
+    go(float{});
   }
 }
 
@@ -104,9 +110,7 @@ Status dequantize_factors(const DequantizeArgs& args) {
   p.rows = down ? o.k : o.rows, p.cols = down ? o.rows : o.k;
   p.row_bits = down ? 7 : row_bits, p.col_bits = down ? row_bits : 7;
   p.scale_ld = (p.cols + (1ll << p.col_bits) - 1) >> p.col_bits;
-  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  o.element == Element::e4m3 ? launch_any<tile::Fp8::e4m3>(p, args.out_dtype, stream)
-                             : launch_any<tile::Fp8::e5m2>(p, args.out_dtype, stream);
+  launch(p, o.element, args.out_dtype, static_cast<cudaStream_t>(args.execution.stream));
   return started(cudaGetLastError());
 }
 

@@ -27,6 +27,7 @@ struct FactorParams : QuantizeParams {
   FactorsOut row_factors, col_factors;
   float epsilon;
   bool power_of_two;
+  bool aligned;  // FactorBlocks::rows_aligned, for kernels that have both
 };
 
 template <class T>
@@ -168,20 +169,14 @@ __device__ __forceinline__ float scan_tile(FactorSmem<T>& s, const FactorParams&
   return f.factor;
 }
 
-template <class T, tile::Fp8 kFmt, FactorBlocks kBlocks, class Where>
-__device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, const Where& where,
-                                                     FactorSmem<T>& s) {
+// What follows reading a tile, of its elements x. kSums: column sums may be wanted.
+template <class T, tile::Fp8 kFmt, FactorBlocks kBlocks, bool kSums = true>
+__device__ __forceinline__ void quantize_factor_patch(const FactorParams& p, FactorSmem<T>& s,
+                                                      const typename Input<T>::Word (&x)[8][4],
+                                                      Tile t, const Place& at) {
   constexpr bool kSquare = kBlocks == FactorBlocks::squares;
   constexpr bool kAligned = kBlocks == FactorBlocks::rows_aligned;
-  Tile t;
-  if (!where.find(t, all)) return;
-  typename Where::template Outputs<FactorParams> p = where.outputs(all, t);
-  const Place at;
-  typename Input<T>::Word x[8][4];
-  load_patch<T>(
-      x, static_cast<const T*>(where.x(all, t)) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
-      p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
-  const bool sums = p.a.col_sum != nullptr;
+  const bool sums = kSums && p.a.col_sum != nullptr;
   if (sums) sum_cols<T>(s.sums, x, at);
   const bool row_side = threadIdx.x < 128;
   const int i = threadIdx.x % 128;
@@ -281,6 +276,20 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
   stage_cols(s.codes, cols, at);
   __syncthreads();
   write_cols<true>(s.codes, p.col, t);
+}
+
+template <class T, tile::Fp8 kFmt, FactorBlocks kBlocks, class Where>
+__device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, const Where& where,
+                                                     FactorSmem<T>& s) {
+  Tile t;
+  if (!where.find(t, all)) return;
+  typename Where::template Outputs<FactorParams> p = where.outputs(all, t);
+  const Place at;
+  typename Input<T>::Word x[8][4];
+  load_patch<T>(
+      x, static_cast<const T*>(where.x(all, t)) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
+      p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
+  quantize_factor_patch<T, kFmt, kBlocks>(p, s, x, t, at);
 }
 
 // CTAs on an SM: as many as registers allow. Parameters that are a copy (of a stack) take some.

@@ -17,6 +17,11 @@ inline FactorsOut factors_out(void* plain, const Packed& packed, bool lies_as_x,
   return lies_as_x ? FactorsOut{scales, 1, blocks, false} : FactorsOut{scales, steps, 1, false};
 }
 
+inline bool wants_aligned(const QuantizeOut& to) {
+  return to.col.codes != nullptr &&
+         (to.col.layout == Layout::aligned_tiles || to.col.layout == Layout::aligned_group_k);
+}
+
 // For rows that are cut into `row_tiles` tiles, with `k` codes in a row of the columns.
 inline Status factor_params(const QuantizeTask& a, const QuantizeOut& to, int64_t row_tiles,
                             int64_t k, FactorParams& p) {
@@ -33,12 +38,8 @@ inline Status factor_params(const QuantizeTask& a, const QuantizeOut& to, int64_
   p.col_factors = factors_out(a.col_scales, a.col_packed, a.col_lies_as_x, blocks(a.cols),
                               row_tiles, packed(p.col_tiles));
   p.epsilon = to.amax_epsilon, p.power_of_two = to.rule == ScaleRule::pow2;
+  p.aligned = wants_aligned(to);
   return Status::ok;
-}
-
-inline bool wants_aligned(const QuantizeOut& to) {
-  return to.col.codes != nullptr &&
-         (to.col.layout == Layout::aligned_tiles || to.col.layout == Layout::aligned_group_k);
 }
 
 // ok, or what is wrong with what a quantizer to fp32 factors is asked for.
@@ -64,12 +65,28 @@ Status launch_factors(const FactorParams& p, const Where& where, dim3 grid, int6
     const auto run = [&]<tile::Fp8 kFmt>() {
       return launch_factor_instance<kBlocks, T, kFmt>(p, where, grid, tiles, stream, start);
     };
-    return p.a.element == Element::e4m3 ? run.template operator()<tile::Fp8::e4m3>()
-                                        : run.template operator()<tile::Fp8::e5m2>();
+    if constexpr (Where::kOfWeights) {
+      return run.template operator()<tile::Fp8::e4m3>();
+    } else {
+      return p.a.element == Element::e4m3 ? run.template operator()<tile::Fp8::e4m3>()
+                                          : run.template operator()<tile::Fp8::e5m2>();
+    }
   };
   return p.a.x_dtype == DType::bf16  ? go(__nv_bfloat16{})
          : p.a.x_dtype == DType::f16 ? go(__half{})
                                      : go(float{});
 }
+
+// Calls launch<kBlocks>() for the blocks of what is asked for.
+template <class Launch>
+Status with_blocks(const QuantizeOut& to, const Launch& launch) {
+  return to.scaling.block_rows != 1 ? launch.template operator()<FactorBlocks::squares>()
+         : wants_aligned(to)        ? launch.template operator()<FactorBlocks::rows_aligned>()
+                                    : launch.template operator()<FactorBlocks::rows>();
+}
+
+// The instances for rows.
+Status launch_factors(const QuantizeOut& to, const FactorParams& p, const RowTiles& where,
+                      dim3 grid, int64_t tiles, cudaStream_t stream, Start start);
 
 }  // namespace te_mx::sm90

@@ -5,12 +5,21 @@
 #include <cstdint>
 
 #include "mxtile/sm90/fp4.cuh"
+#include "mxtile/sm90/fp8.cuh"
+#include "te_mx/types.h"
 
 namespace te_mx::sm90 {
 
 // Bytes of a row of `width` codes that are two a byte or one.
 __host__ __device__ constexpr int64_t row_bytes(int64_t width, bool nibbles) {
   return nibbles ? (width + 1) / 2 : width;
+}
+
+// What a code of 8 bits stands for, that of E2M1 as one of E4M3.
+__device__ __forceinline__ float value_of(Element element, uint8_t code) {
+  using namespace mxtile::sm90;
+  return __low2float(element == Element::e5m2 ? fp8x2_to_half2<Fp8::e5m2>(code)
+                                              : fp8x2_to_half2<Fp8::e4m3>(code));
 }
 
 // kRows rows of kBytes codes, `step` rows apart, whose first is at `from`; of `rows` by `cols`

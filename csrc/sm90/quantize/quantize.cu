@@ -33,6 +33,12 @@ CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t width, int byte
 
 }  // namespace
 
+Status launch_quantize(const QuantizeParams& p, const RowTiles& where, dim3 grid, int64_t tiles,
+                       cudaStream_t stream, Start start) {
+  return wants_plain(p) ? launch_quantize<true>(p, where, grid, tiles, stream, start)
+                        : launch_quantize<false>(p, where, grid, tiles, stream, start);
+}
+
 bool wants_plain(const QuantizeParams& p) {
   return (p.row.enabled && !p.row.packed) || (p.col.enabled && !p.col.packed);
 }
@@ -105,8 +111,7 @@ Status launch(const QuantizeTask& a, Start start) {
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const dim3 grid = tile_grid(p, p.col_tiles);
   const int64_t tiles = static_cast<int64_t>(p.row_tiles) * p.col_tiles;
-  status = wants_plain(p) ? launch_quantize<true>(p, OneMatrix{}, grid, tiles, stream, start)
-                          : launch_quantize<false>(p, OneMatrix{}, grid, tiles, stream, start);
+  status = launch_quantize(p, row_tiles_of(a.x), grid, tiles, stream, start);
   if (status != Status::ok || a.col_sum == nullptr) return status;
   return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.row_tiles, a.cols, stream);
 }

@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t fp4_codes_of(typename Input<T>::Word w0,
   return tile::fp8x4<tile::Fp8::e4m3>(a.x, a.y, b.x, b.y);
 }
 
-// How the kernel rounds to MXFP4: to nearest even. Another policy is in quantize_random.cuh.
+// How the kernel rounds to MXFP4: to nearest even. Another policy is in quantize_random.cu.
 struct Nearest {
   struct Words {};  // of row k of a thread's elements
   __device__ __forceinline__ Words words(int) const { return {}; }

@@ -1,5 +1,5 @@
 // Quantizes the rows of all groups, or the weights of all groups, in one launch: the kernel of one
-// matrix, told where a tile lies.
+// matrix, told where a tile lies. Weights are not in E5M2.
 #include "quantize/quantize_places.cuh"
 
 namespace te_mx::sm90 {
@@ -38,8 +38,8 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
     QuantizeParams p;
     status = quantize_params(a, tiles, tiles * kTile, p);
     if (status != Status::ok) return status;
-    status = launch_quantize<false>(p, TokenTiles{table}, tile_grid(p, p.col_tiles),
-                                    tiles * p.col_tiles, stream, Start::early);
+    status = launch_quantize(p, row_tiles_of(a.x, table), tile_grid(p, p.col_tiles),
+                             tiles * p.col_tiles, stream, Start::early);
   }
   if (status != Status::ok || a.col_sum == nullptr) return status;
   const float* const partial = a.col_sum_ws;
@@ -52,6 +52,7 @@ Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t
   Status status = make_task(a, args.x, args.to, args.execution.stream);
   if (status != Status::ok) return status;
   if (a.col_sum != nullptr || a.rows > 128 * 32768) return Status::bad_argument;
+  if (!is_of_weights(a.element)) return Status::unsupported;
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   if (is_blockwise(args.to.scaling)) return quantize_stacked_factors(a, args.to, xs, count);
   QuantizeParams p;

@@ -15,13 +15,8 @@ Status quantize_grouped_factors(const QuantizeTask& a, const GroupedQuantizeArgs
   status = factor_params(a, to, tiles, tiles * kTile, p);
   if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  const TokenTiles where{group_table(args.groups)};
-  const dim3 grid = tile_grid(p, p.col_tiles);
-  const auto launch = [&]<FactorBlocks kBlocks>() {
-    return launch_factors<kBlocks>(p, where, grid, tiles * p.col_tiles, stream, Start::early);
-  };
-  return wants_aligned(to) ? launch.template operator()<FactorBlocks::rows_aligned>()
-                           : launch.template operator()<FactorBlocks::rows>();
+  return launch_factors(to, p, row_tiles_of(a.x, group_table(args.groups)),
+                        tile_grid(p, p.col_tiles), tiles * p.col_tiles, stream, Start::early);
 }
 
 Status quantize_stacked_factors(const QuantizeTask& a, const QuantizeOut& to, const void* const* xs,
@@ -48,16 +43,13 @@ Status quantize_stacked_factors(const QuantizeTask& a, const QuantizeOut& to, co
   if (wants_aligned(to)) stack.col_scales = packed_scale_words(a.cols, a.rows);
   p.x_vectors = p.x_vectors && all_aligned(xs, count);
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  const auto launch = [&]<FactorBlocks kBlocks>() {
+  return with_blocks(to, [&]<FactorBlocks kBlocks>() {
     return launch_stacks(stack, xs, count, [&](const Stack& some, int64_t now) {
       const int64_t tiles = now * p.row_tiles * p.col_tiles;
       return launch_factors<kBlocks>(p, some, tile_grid(p, p.col_tiles, now), tiles, stream,
                                      Start::early);
     });
-  };
-  return square              ? launch.template operator()<FactorBlocks::squares>()
-         : wants_aligned(to) ? launch.template operator()<FactorBlocks::rows_aligned>()
-                             : launch.template operator()<FactorBlocks::rows>();
+  });
 }
 
 }  // namespace te_mx::sm90

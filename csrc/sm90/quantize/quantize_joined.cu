@@ -6,31 +6,9 @@ namespace te_mx::sm90 {
 
 namespace {
 
-struct Joined {
-  template <class Params>
-  using Outputs = const Params&;
-  int begins[kMostJoined];    // the first tile of rows; past all tiles where there is no matrix
-  uintptr_t xs[kMostJoined];  // where row 0 of all would be, if every row were this matrix's
-
-  __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
-    uintptr_t from = xs[0];
-#pragma unroll
-    for (int i = 1; i < kMostJoined; ++i) from = t.rt < begins[i] ? from : xs[i];
-    return reinterpret_cast<const void*>(from);
-  }
-  template <class Params>
-  __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
-    return p;
-  }
-  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    return find_tile(t, p);
-  }
-};
-
 // The task of a call, and in `from` the first tile of every matrix of sizes[i], of `size` in all.
-template <class From>
 Status task_of(const QuantizeArgs& args, const int64_t* sizes, int64_t count, int64_t size,
-               QuantizeTask& a, From& from) {
+               QuantizeTask& a, RowTiles& from) {
   const Status status = make_task(a, args.x, args.to, args.execution.stream);
   if (status != Status::ok) return status;
   if (count < 1 || a.rows == 0 || a.cols == 0) return Status::bad_argument;
@@ -48,14 +26,6 @@ Status task_of(const QuantizeArgs& args, const int64_t* sizes, int64_t count, in
   return Status::ok;
 }
 
-template <class From>
-Status launch(const QuantizeParams& p, const From& from) {
-  if (wants_plain(p)) return Status::unsupported;
-  return launch_quantize<false>(p, from, tile_grid(p, p.col_tiles),
-                                static_cast<int64_t>(p.row_tiles) * p.col_tiles,
-                                static_cast<cudaStream_t>(p.a.stream), Start::early);
-}
-
 int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 }  // namespace
@@ -63,7 +33,7 @@ int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 Status quantize_joined(const QuantizeArgs& args, const void* const* xs, const int64_t* rows,
                        int64_t count) {
   QuantizeTask a;
-  Joined from{};
+  RowTiles from{};
   Status status = task_of(args, rows, count, args.x.rows, a, from);
   if (status != Status::ok) return status;
   if (a.col_sum != nullptr) return Status::bad_argument;
@@ -75,7 +45,9 @@ Status quantize_joined(const QuantizeArgs& args, const void* const* xs, const in
   status = quantize_params(a, p);
   if (status != Status::ok) return status;
   p.x_vectors = p.x_vectors && all_aligned(xs, count);
-  return launch(p, from);
+  if (wants_plain(p)) return Status::unsupported;
+  return launch_quantize(p, from, tile_grid(p, p.col_tiles), int64_t{p.row_tiles} * p.col_tiles,
+                         static_cast<cudaStream_t>(a.stream), Start::early);
 }
 
 }  // namespace te_mx::sm90

@@ -8,6 +8,7 @@
 //   codes of the columns through shared memory, transposed
 #pragma once
 
+#include "common/groups.cuh"
 #include "quantize/quantize_codes.cuh"
 
 namespace te_mx::sm90 {
@@ -70,24 +71,18 @@ __device__ __forceinline__ void fp4_codes_once(uint2 (&cols)[8], const QuantizeS
   }
 }
 
-// What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
-// direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
-// is the caller's. kOnce: whether codes are rounded at once where that may do; not where many would
-// come out subnormal.
-template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true,
-          class Rounds = Nearest>
-__device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
-                                               const typename Input<T>::Word (&x)[8][4],
-                                               const Tile& t, const Place& at,
-                                               const Rounds& rounds = {}) {
-  const QuantizeTask& a = p.a;
-  if (threadIdx.x == 0) s.row.clear(), s.col.clear();
-  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a);
-  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a);
-  const bool sums = kSums && a.col_sum != nullptr;
-  if (sums) sum_cols<T>(s.sums, x, at);
-  __syncthreads();
+// The classes of a tile's directions, and what its blocks share.
+struct TileClasses {
+  int row, col;
+  uint32_t row_exponent, col_exponent;
+};
 
+// What follows scanning a tile and a barrier: its classes; writes scales and, with `sums`, partial
+// column sums.
+template <tile::Fp8 kFmt, bool kPlain>
+__device__ __forceinline__ TileClasses finish_scales(const QuantizeParams& p, QuantizeSmem& s,
+                                                     const Tile& t, bool sums) {
+  const QuantizeTask& a = p.a;
   const int r = threadIdx.x % 128;
   const bool row_side = threadIdx.x < 128;
   const bool row_packed = kPlain ? p.row.packed : p.row.enabled;
@@ -128,14 +123,38 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
                          a.col_lies_as_x);
     }
   }
+  return {row_class, col_class, row_exponent, col_exponent};
+}
+
+// What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
+// direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
+// is the caller's. kOnce: whether codes are rounded at once where that may do; not where many would
+// come out subnormal.
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true,
+          class Rounds = Nearest>
+__device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
+                                               const typename Input<T>::Word (&x)[8][4],
+                                               const Tile& t, const Place& at,
+                                               const Rounds& rounds = {}) {
+  const QuantizeTask& a = p.a;
+  if (threadIdx.x == 0) s.row.clear(), s.col.clear();
+  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a);
+  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a);
+  const bool sums = kSums && a.col_sum != nullptr;
+  if (sums) sum_cols<T>(s.sums, x, at);
+  __syncthreads();
+
+  const bool row_packed = kPlain ? p.row.packed : p.row.enabled;
+  const bool col_packed = kPlain ? p.col.packed : p.col.enabled;
+  const TileClasses classes = finish_scales<kFmt, kPlain>(p, s, t, sums);
 
   // NOTE: the floor rule saturates before the shift, so that rounding once would not do.
-  const bool once = !kPlain && (kOnce || kIsFp4<kFmt>) && (!p.row.enabled || row_class == 0) &&
-                    (!p.col.enabled || col_class == 0) && (kIsFp4<kFmt> || a.carry != 0) &&
+  const bool once = !kPlain && (kOnce || kIsFp4<kFmt>) && (!p.row.enabled || classes.row == 0) &&
+                    (!p.col.enabled || classes.col == 0) && (kIsFp4<kFmt> || a.carry != 0) &&
                     *reinterpret_cast<const uint64_t*>(s.nan) == 0;
   uint2 cols[8];
   if (once) {
-    const uint32_t exponent = p.row.enabled ? row_exponent : col_exponent;
+    const uint32_t exponent = p.row.enabled ? classes.row_exponent : classes.col_exponent;
     if constexpr (kIsFp4<kFmt>) {
       fp4_codes_once<T>(cols, s, p, x, t, at, exponent, rounds);
     } else {
@@ -143,7 +162,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
     }
   } else {
     if (p.row.enabled) {
-      const Shifts shifts(s.row, row_exponent, row_packed, row_class);
+      const Shifts shifts(s.row, classes.row_exponent, row_packed, classes.row);
       const auto code = [&](int k) {
         return row_codes<T, kFmt, Rounds>(x[k], s.row_factors, at.row_block, at.r + k, shifts,
                                           rounds.words(k));
@@ -155,7 +174,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
       }
     }
     if (p.col.enabled) {
-      const Shifts shifts(s.col, col_exponent, col_packed, col_class);
+      const Shifts shifts(s.col, classes.col_exponent, col_packed, classes.col);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
         cols[k] =
@@ -180,13 +199,21 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   }
 }
 
-// The tiles of one matrix.
-struct OneMatrix {
+// The tiles of rows that lie in one matrix, or in up to kMostJoined that are one, their rows behind
+// each other; or in groups of rows, with each of which tiles begin anew.
+struct RowTiles {
   template <class Params>
   using Outputs = const Params&;
+  static constexpr bool kOfWeights = false;  // not only
+  GroupTable groups;                         // of none: rows are not grouped
+  int begins[kMostJoined];    // the first tile of rows; past all tiles where there is no matrix
+  uintptr_t xs[kMostJoined];  // where row 0 of all would be, if every row were this matrix's
 
-  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
-    return p.a.x;
+  __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
+    uintptr_t from = xs[0];
+#pragma unroll
+    for (int i = 1; i < kMostJoined; ++i) from = t.rt < begins[i] ? from : xs[i];
+    return reinterpret_cast<const void*>(from);
   }
   template <class Params>
   __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
@@ -194,9 +221,23 @@ struct OneMatrix {
   }
   // False for a CTA without a tile.
   __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    return find_tile(t, p);
+    if (!find_tile(t, p)) return false;
+    if (groups.count == 0) return true;
+    GroupRows group;
+    if (!find_tile(groups, t.rt, group)) return false;
+    const int inside = 128 * (t.rt - group.first_tile());
+    t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
+    t.last_row = false;  // whole tiles are written along K, and the words need no padding
+    return true;
   }
 };
+
+inline RowTiles row_tiles_of(const void* x, const GroupTable& groups = {}) {
+  RowTiles rows{groups};
+  rows.xs[0] = reinterpret_cast<uintptr_t>(x);
+  for (int i = 1; i < kMostJoined; ++i) rows.begins[i] = INT32_MAX;
+  return rows;
+}
 
 template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
 __device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const Where& where,
@@ -212,7 +253,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const W
   quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
 }
 
-// Where: OneMatrix, or what quantize_grouped.cu says of several.
+// Where: RowTiles, or the Stack of quantize_places.cuh.
 template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
     quantize_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ Where where) {

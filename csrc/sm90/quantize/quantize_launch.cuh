@@ -7,6 +7,7 @@
 
 #include "common/device.h"
 #include "common/launch.h"
+#include "common/numbers.cuh"
 #include "quantize/quantize_kernel.cuh"
 #include "quantize/quantize_launch.h"
 
@@ -60,14 +61,23 @@ template <bool kPlain, class Where>
 Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
                        cudaStream_t stream, Start start) {
   const auto go = [&]<class T>(T) {
-    return with_element(p.a.element, [&]<tile::Fp8 kFmt>() {
+    const auto run = [&]<tile::Fp8 kFmt>() {
       return launch_instance<kPlain, T, kFmt>(p, where, grid, tiles, stream, start);
-    });
+    };
+    if constexpr (Where::kOfWeights) {
+      return with_weights(p.a.element, run);
+    } else {
+      return with_element(p.a.element, run);
+    }
   };
   return p.a.x_dtype == DType::bf16  ? go(__nv_bfloat16{})
          : p.a.x_dtype == DType::f16 ? go(__half{})
                                      : go(float{});
 }
+
+// The instances for rows.
+Status launch_quantize(const QuantizeParams& p, const RowTiles& where, dim3 grid, int64_t tiles,
+                       cudaStream_t stream, Start start);
 
 // ------------------------------------------------------------------------------------- column sums
 inline constexpr int kSumWidth = 32, kSumHeight = 8;
@@ -88,13 +98,7 @@ __device__ __forceinline__ void add_tiles(const float* partial, void* out, DType
   if (threadIdx.y != 0 || col >= cols) return;
 #pragma unroll
   for (int i = 1; i < kSumHeight; ++i) s += sums[i][threadIdx.x];
-  if (out_dtype == DType::bf16) {
-    static_cast<__nv_bfloat16*>(out)[at + col] = __float2bfloat16_rn(s);
-  } else if (out_dtype == DType::f16) {
-    static_cast<__half*>(out)[at + col] = __float2half_rn(s);
-  } else {
-    static_cast<float*>(out)[at + col] = s;
-  }
+  store_number(out, at + col, out_dtype, s);
 }
 
 // Launches a kernel around add_tiles() for `groups` sums of tiles, early.

@@ -1,41 +1,17 @@
-// Where the tiles of several matrices lie, for kernels of one: the rows of groups, or matrices of
-// one size, each with a pointer of its own.
+// Where the tiles of several matrices of one size lie, for kernels of one.
 #pragma once
 
 #include <algorithm>
 
-#include "common/groups.cuh"
 #include "quantize/quantize_launch.cuh"
 
 namespace te_mx::sm90 {
-
-// Tiles of 128 rows that begin anew with every group.
-struct TokenTiles {
-  template <class Params>
-  using Outputs = const Params&;
-  GroupTable table;
-
-  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
-    return p.a.x;
-  }
-  template <class Params>
-  __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
-    return p;
-  }
-  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    GroupRows group;
-    if (!find_tile(t, p) || !find_tile(table, t.rt, group)) return false;
-    const int inside = 128 * (t.rt - group.first_tile());
-    t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
-    t.last_row = false;  // whole tiles are written along K, and the words need no padding
-    return true;
-  }
-};
 
 // Matrices of one size, each with a pointer of its own.
 struct Stack {
   template <class Params>
   using Outputs = Params;
+  static constexpr bool kOfWeights = true;
   static constexpr int kMost = 256;  // of one launch
   // From matrix to matrix; words of packed, bytes of plain scales.
   int64_t row_codes, row_scales, col_codes, col_scales;

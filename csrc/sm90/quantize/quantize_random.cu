@@ -1,45 +1,33 @@
 // The quantizer after a random Hadamard transform, of one direction, and with stochastic rounding.
 // Elements are transformed in fp32, in registers: a block of 32 lies in four lanes, each with 8
 // x 8.
-#include "mxtile/sm90/random.cuh"
-#include "quantize/quantize_launch.cuh"
+#include "quantize/random_codes.cuh"
 
 namespace te_mx::sm90 {
 
 namespace {
 
-struct RandomParams {
-  QuantizeParams q;
-  const int64_t* seed;  // null: to nearest even
-  int64_t first;        // number of x's first element
-  int size;             // of the transform, 0 for none: along the only direction
-  uint32_t signs;
-};
-
 // Rounds to MXFP4 by random words: those of an element's number.
 struct Stochastic {
-  using Words = tile::EightWords;
+  struct Words {
+    float more[8];
+  };
   uint64_t number;  // of the thread's first element
   int64_t cols;
   uint2 key;
 
-  __device__ __forceinline__ Words words(int k) const { return Words(number + k * cols, key); }
+  __device__ __forceinline__ Words words(int k) const {
+    Words made;
+    draw<1>(made.more, number + k * cols, key);
+    return made;
+  }
 
   template <class T>
   static __device__ __forceinline__ uint2 fp4(const uint2 (&x)[4], const tile::Fp4Rounding& r0,
                                               const tile::Fp4Rounding& r1,
                                               const tile::Fp4Rounding& r2,
                                               const tile::Fp4Rounding& r3, const Words& words) {
-    const tile::Fp4Rounding* const by[4] = {&r0, &r1, &r2, &r3};
-    float v[8];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 scaled = Input<float>::scaled(x[j], by[j]->factor);
-      v[2 * j] = tile::round_to_fp4(scaled.x, by[j]->magic << 16, words.of[2 * j]);
-      v[2 * j + 1] = tile::round_to_fp4(scaled.y, by[j]->magic, words.of[2 * j + 1]);
-    }
-    return {tile::fp8x4<tile::Fp8::e4m3>(v[0], v[1], v[2], v[3]),
-            tile::fp8x4<tile::Fp8::e4m3>(v[4], v[5], v[6], v[7])};
+    return random_codes(x, r0, r1, r2, r3, words.more);
   }
 };
 
@@ -128,10 +116,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
     }
   }
   if constexpr (std::is_same_v<Rounds, Stochastic>) {
-    const uint64_t seed = static_cast<uint64_t>(__ldg(all.seed));
     const Stochastic rounds{
         static_cast<uint64_t>(all.first + (t.r0 + at.r) * p.a.cols + t.c0() + at.c), p.a.cols,
-        make_uint2(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))};
+        key_of(all.seed)};
     quantize_patch<float, kFmt, true, true, false>(p, s, x, t, at, rounds);
   } else {
     quantize_patch<float, kFmt, true>(p, s, x, t, at);
@@ -157,12 +144,14 @@ Status launch(const RandomParams& p, cudaStream_t stream) {
 }  // namespace
 
 Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to) {
-  const OperandOut& side = to.row.codes != nullptr ? to.row : to.col;
   const bool both = to.row.codes != nullptr && to.col.codes != nullptr;
+  const bool one_read = a.x_dtype == DType::bf16 && to.element == Element::e2m1 &&
+                        (to.row.codes == nullptr || to.row.hadamard == 0);
+  const OperandOut& side = to.row.codes == nullptr || one_read ? to.col : to.row;
   if (side.hadamard != 0 && side.hadamard != 16 && side.hadamard != 32) return Status::bad_argument;
-  // One direction where there is a transform, which sums must not see.
+  // One direction where there is a transform, which sums must not see, but in one read.
   const bool transforms = to.row.hadamard != 0 || to.col.hadamard != 0;
-  if ((transforms && (both || to.col_sum != nullptr)) ||
+  if ((!one_read && transforms && (both || to.col_sum != nullptr)) ||
       (to.seed != nullptr && to.element != Element::e2m1)) {
     return Status::unsupported;
   }
@@ -173,7 +162,7 @@ Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to) {
   p.seed = to.seed, p.first = to.first;
   p.size = side.hadamard, p.signs = static_cast<uint32_t>(side.signs);
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  status = launch(p, stream);
+  status = one_read ? quantize_both_randomly(p, stream) : launch(p, stream);
   if (status != Status::ok || a.col_sum == nullptr) return status;
   return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.q.row_tiles, a.cols, stream);
 }

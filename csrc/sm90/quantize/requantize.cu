@@ -78,7 +78,8 @@ Status columns_of_stacked(const PackArgs& args) {
   Status status = check_mx(args.operand.element, args.operand.scaling, args.rule);
   if (status == Status::ok) status = check_plain(args.operand);
   if (status != Status::ok) return status;
-  if (args.out.layout != Layout::tiles) return Status::unsupported;
+  if (args.out.layout != Layout::tiles || !is_of_weights(args.operand.element))
+    return Status::unsupported;
   const PackTask a = task_of(args);
   const int64_t count = args.groups.count;
   if (a.k_first || count < 0 || count > 65535 || a.rows > 128 * 32768) return Status::bad_argument;
@@ -99,7 +100,7 @@ Status columns_of_stacked(const PackArgs& args) {
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = &early, config.numAttrs = 1;
-  return with_element(a.element, [&]<tile::Fp8 kFmt>() {
+  return with_weights(a.element, [&]<tile::Fp8 kFmt>() {
     return started(cudaLaunchKernelEx(&config, requantize_kernel<kFmt>, p));
   });
 }

@@ -1,7 +1,8 @@
-"""The native CPU backend: a thin layer over te_mx._native, which takes records of addresses and
-sizes and returns a status.
+"""The native module of the CPU backend, te_mx._native: whether it is there, at which level it runs,
+and the forms that it packs operands in. It takes records of addresses and sizes and returns a
+status; kernels make these beside their envelopes.
 
-Checks of what a user passes live above. Here every tensor is made contiguous, because addresses
+Checks of what a user passes live above. Kernels make every tensor contiguous, because addresses
 forget strides.
 """
 
@@ -16,20 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import (
-    BIAS_GRADS,
-    BLOCK_ROWS,
-    FLOAT_DTYPES,
-    GELUS,
-    LAYOUTS,
-    Epilogue,
-    Operand,
-    format_fields,
-    pointer,
-)
+from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES
+from te_mx.backends.native import record_of
 from te_mx.dispatch.registry import forget
-from te_mx.runtime import cpu_memory
-from te_mx.runtime.cpu_memory import CPU
+from te_mx.layouts.operand import Operand
 
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 KERNELS = (
@@ -47,7 +38,6 @@ KERNELS = (
 )
 KERNEL_IDS = {name: i for i, name in enumerate(KERNELS)}
 ROLES = {"b": 0, "a": 1}  # the native lhs is B, its rhs is A
-_U8 = torch.uint8
 _OK, _UNSUPPORTED = 0, 2
 _STATUS = {
     1: "a native kernel refused its arguments",
@@ -142,75 +132,12 @@ def supported(status: int) -> bool:
     raise RuntimeError(f"te_mx internal error: {_STATUS.get(status, f'native status {status}')}")
 
 
-# --------------------------------------------------------------------------------------- dequantize
-def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor | None:
-    """As reference.dequantize for contiguous codes and a native dtype, the values as the codes lie;
-    or None."""
-    rows, k, order = operand.rows, operand.k, operand.order
-    out = cpu_memory.empty((k, rows) if order == "k_first" else (rows, k), dtype)
-    args = _native.DequantizeArgs(
-        codes=operand.codes.data_ptr(), scales=operand.scales.data_ptr(), rows=rows, k=k,
-        layout=LAYOUTS[order], out=out.data_ptr(), out_dtype=FLOAT_DTYPES[dtype],
-        threads=torch.get_num_threads(), **format_fields(operand.fmt),
-    )  # fmt: skip
-    status = _native.dequantize(args)
-    return out if supported(status) else None
-
-
-# --------------------------------------------------------------------------------------------- gemm
-class GemmCall:
-    """One native GEMM call. It keeps the tensors alive whose addresses it holds."""
-
-    __slots__ = ("args", "bias_grad", "keep")
-
-    def __init__(
-        self, kernel: str, a: Operand, b: Operand, epilogue: Epilogue, out: Tensor,
-        aux: Tensor | None,
-    ) -> None:  # fmt: skip
-        number = KERNEL_IDS[kernel]
-        bias, gelu_in, kind = epilogue.bias, epilogue.gelu_in, epilogue.bias_grad
-        args = _native.GemmArgs(
-            lhs=_operand(b, number, "b"), rhs=_operand(a, number, "a"), out=out.data_ptr(),
-            out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[1], accumulate=epilogue.accumulate,
-            kernel=number, threads=torch.get_num_threads(),
-        )  # fmt: skip
-        if bias is not None:
-            bias = bias.contiguous()
-            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
-        if epilogue.gelu is not None:
-            args.gelu = GELUS[epilogue.gelu]
-        if aux is not None:
-            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
-        if gelu_in is not None:
-            gelu_in = gelu_in.contiguous()
-            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
-        self.bias_grad = None
-        if kind is not None:
-            size = out.shape[0] if kind == "operand" else out.shape[1]
-            self.bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
-            args.bias_grad_kind, args.bias_grad = BIAS_GRADS[kind], self.bias_grad.data_ptr()
-        self.keep = (a, b, bias, gelu_in, out, aux)
-        self.args = args
-
-    def workspace_bytes(self) -> int:
-        """Scratch bytes that `run` needs: the native formula, the only one."""
-        return _native.workspace_bytes(self.args)
-
-    def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
-        """Run it; the name of the kernel that ran, wide_f64 if the data ask for it; or None."""
-        args = self.args
-        args.workspace, args.workspace_bytes = pointer(workspace), nbytes
-        status, ran = _native.gemm(args)
-        return KERNELS[ran] if supported(status) else None
-
-
-def _operand(operand: Operand, kernel: int, role: str) -> Any:
-    """The native record of an operand whose codes and scales are contiguous."""
-    codes, scales, fmt, order, packed, _ = operand
-    rows, k = operand.rows, operand.k
-    return _native.Operand(
-        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k, layout=LAYOUTS[order],
-        packed=packed_at(packed, (kernel, ROLES[role], rows, k)), **format_fields(fmt),
+def matrix(x: Tensor) -> Any:
+    """The native record of a matrix."""
+    rows, cols = x.shape
+    return _native.Matrix(
+        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
+        dtype=FLOAT_DTYPES[x.dtype],
     )  # fmt: skip
 
 
@@ -224,13 +151,12 @@ def packed_bytes(kernel: str, role: str, rows: int, k: int, fmt: str = "e4m3") -
 def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
     """Write the packed form into uint8 [packed_bytes]; False when the native code does not."""
     kernel_id, native_role = KERNEL_IDS[kernel], ROLES[role]
-    source = _operand(operand._replace(packed=None), kernel_id, role)
     address, size = packed.data_ptr(), packed.numel()
     header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k, size)
     ctypes.memmove(address, header, HEADER_BYTES)
     args = _native.PackArgs(
-        operand=source, role=native_role, out_codes=address + HEADER_BYTES, kernel=kernel_id,
-        threads=torch.get_num_threads(),
+        operand=record_of(_native, operand), role=native_role, out_codes=address + HEADER_BYTES,
+        kernel=kernel_id, threads=torch.get_num_threads(),
     )  # fmt: skip
     status = _native.pack(args)
     return supported(status)

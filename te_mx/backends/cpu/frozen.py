@@ -1,22 +1,22 @@
 """A few rows times a weight that stands still: the quantizer and the GEMM that a table or the
-registry chooses, by records that are prepared once. One token waits for the host as long as for
+registry chooses, by records that are made once. One token waits for the host as long as for
 the weight otherwise. The bits are those of the steps."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
+from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
-from te_mx.backends.cpu.gemm import Panel
-from te_mx.backends.native import FORMATS, words_of
+from te_mx.backends.cpu.gemm import Panel, Products
+from te_mx.backends.native import FORMATS, fields_to
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
-from te_mx.dispatch.registry import derived, pick, register
+from te_mx.dispatch.registry import pick, register
 from te_mx.layouts import ROWS, spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
@@ -25,15 +25,78 @@ from te_mx.runtime.cpu_memory import CPU
 _ALIGN = 64
 
 
-class _Plan(NamedTuple):
-    """What does not change between calls of one size: records of both calls, where scales and the
-    workspace of the GEMM lie behind the codes of x, and all bytes."""
+class FewRows:
+    """Products of one size: records of both calls, where the scales of x and the workspace of the
+    GEMM lie behind its codes. The GEMM is found at the first call for a dtype of results."""
 
-    quantize: Any
-    gemm: Any
-    scales: int
-    rest: int
-    nbytes: int
+    def __init__(self, problem: Problem) -> None:
+        p = problem
+        self.problem, self.gemms = p, dict[torch.dtype, Any]()
+        self.x_spec = f"{spec_of(p.lhs).format.name}@{ROWS.name}"
+        codes, scales = ROWS.shapes(spec_of(self.x_spec).format, p.m, p.k)
+        self.scales = _aligned(codes[0] * codes[1])
+        self.rest = self.scales + _aligned(scales[0] * scales[1])
+        native: Any = binding.native()
+        self.native = native
+        self.quantize = native.QuantizeArgs(
+            x_rows=p.m, x_cols=p.k, x_dtype=FLOAT_DTYPES[p.dtype],
+            **fields_to(self.x_spec, "", p.rule),
+        )  # fmt: skip
+
+    def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, weight, bias_N, out_dtype, _, *more = call
+        if any(one is not None for one in more) or not isinstance(weight, Operand):
+            return None
+        p = self.problem
+        if out_dtype not in self.gemms:
+            self.gemms[out_dtype] = self._gemm(weight, out_dtype)
+        gemm = self.gemms[out_dtype]
+        if gemm is None:
+            return None
+        x_MK = x if x.dim() == 2 else x.reshape(p.m, p.k)
+        row_stride, col_stride = x_MK.stride()
+        if row_stride != 1 and col_stride != 1:
+            x_MK = x_MK.contiguous()
+            row_stride, col_stride = x_MK.stride()
+        y = torch.empty((*x.shape[:-1], p.n), dtype=out_dtype, device=CPU)
+        threads, native = torch.get_num_threads(), self.native
+        args = gemm.copy(
+            rhs_codes=weight.codes.data_ptr(), rhs_scales=weight.scales.data_ptr(),
+            out=y.data_ptr(), threads=threads,
+        )  # fmt: skip
+        if weight.packed is not None:  # 0 for a form of another kernel's
+            form = gemm.kernel, binding.ROLES["a"], weight.rows, weight.k
+            args.rhs_packed = binding.packed_at(weight.packed, form)
+        if bias_N is not None:
+            bias_N = bias_N.contiguous()
+            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
+        own = args.workspace_bytes = native.workspace_bytes(args)
+        nbytes = self.rest + own
+        scratch = workspace.acquire(CPU, nbytes)
+        base: int = scratch.data_ptr()  # type: ignore[union-attr]
+        args.lhs_codes, args.lhs_scales = base, base + self.scales
+        args.workspace = base + self.rest
+        made = self.quantize.copy(
+            x_data=x_MK.data_ptr(), x_row_stride=row_stride, x_col_stride=col_stride,
+            row_codes=base, row_scales=base + self.scales, threads=threads,
+        )  # fmt: skip
+        status, ran = native.quantize(made), 0
+        if not status:
+            status, ran = native.gemm(args)
+        workspace.release(scratch, nbytes)
+        if status and not binding.supported(status):
+            return None
+        return y, binding.KERNELS[ran]
+
+    def _gemm(self, weight: Operand, out_dtype: torch.dtype) -> Any:
+        """The record of the product; None where the steps would not run on this backend's GEMM."""
+        p, w = self.problem, weight.spec
+        kernel = pick("gemm", CPU, self.x_spec, w, (p.m, p.n, p.k), out_dtype)
+        if not isinstance(kernel, Panel):
+            return None
+        return Products(
+            kernel.name, p._replace(lhs=self.x_spec, rhs=w, dtype=out_dtype)
+        ).record  # fmt: skip
 
 
 class Frozen(FrozenKernel):
@@ -60,76 +123,8 @@ class Frozen(FrozenKernel):
         """The weight itself."""
         return row.checked("the weight") if row.layout is ROWS else None
 
-    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
-        x, weight, bias_N, out_dtype, _, *more = call
-        if any(one is not None for one in more) or not isinstance(weight, Operand):
-            return None
-        known, key = derived(), (self.name, p, weight.spec, weight.packed is None, out_dtype)
-        if key not in known:
-            known[key] = _plan(p, weight, out_dtype)
-        plan = known[key]
-        if plan is None:
-            return None
-        x_MK = x if x.dim() == 2 else x.reshape(p.m, p.k)
-        row_stride, col_stride = x_MK.stride()
-        if row_stride != 1 and col_stride != 1:
-            x_MK = x_MK.contiguous()
-            row_stride, col_stride = x_MK.stride()
-        y = torch.empty((*x.shape[:-1], p.n), dtype=out_dtype, device=CPU)
-        scratch = workspace.acquire(CPU, plan.nbytes)
-        base, threads = scratch.data_ptr(), torch.get_num_threads()  # type: ignore[union-attr]
-        made = plan.quantize.copy(
-            x_data=x_MK.data_ptr(), x_row_stride=row_stride, x_col_stride=col_stride,
-            row_codes=base, row_scales=base + plan.scales, threads=threads,
-        )  # fmt: skip
-        args = plan.gemm.copy(
-            lhs_codes=base, lhs_scales=base + plan.scales, rhs_codes=weight.codes.data_ptr(),
-            rhs_scales=weight.scales.data_ptr(), out=y.data_ptr(), threads=threads,
-            workspace=base + plan.rest,
-        )  # fmt: skip
-        args.rhs_packed = _address(weight, plan.gemm.kernel)
-        if bias_N is not None:
-            bias_N = bias_N.contiguous()
-            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
-        native = binding.native()
-        status, ran = native.quantize(made), 0  # type: ignore[union-attr]
-        if not status:
-            status, ran = native.gemm(args)  # type: ignore[union-attr]
-        workspace.release(scratch, plan.nbytes)
-        if status and not binding.supported(status):
-            return None
-        return y, binding.KERNELS[ran]
-
-
-def _address(weight: Operand, kernel: int) -> int:
-    """Of a packed form of this kernel's; 0 for that of another one."""
-    return binding.packed_at(weight.packed, (kernel, binding.ROLES["a"], weight.rows, weight.k))
-
-
-def _plan(p: Problem, weight: Operand, out_dtype: torch.dtype) -> _Plan | None:
-    """None where the steps would not run on this backend's GEMM."""
-    name = spec_of(p.lhs).format.name
-    spec = f"{name}@{ROWS.name}"
-    kernel = pick("gemm", CPU, spec, weight.spec, (p.m, p.n, p.k), out_dtype)
-    if not isinstance(kernel, Panel):
-        return None
-    native: Any = binding.native()
-    codes, scales = ROWS.shapes(spec_of(spec).format, p.m, p.k)
-    at_scales = _aligned(codes[0] * codes[1])
-    rest = at_scales + _aligned(scales[0] * scales[1])
-    x, w = (format_fields(words_of(one)[0]) for one in (spec, weight.spec))
-    quantize = native.QuantizeArgs(
-        x_rows=p.m, x_cols=p.k, x_dtype=FLOAT_DTYPES[p.dtype], rule=SCALE_RULES[p.rule], **x
-    )
-    lhs = native.Operand(rows=p.m, k=p.k, **x)
-    rhs = native.Operand(rows=p.n, k=p.k, **w)
-    gemm = native.GemmArgs(
-        lhs=lhs, rhs=rhs, out_dtype=FLOAT_DTYPES[out_dtype], ldo=p.n,
-        kernel=binding.KERNEL_IDS[kernel.name],
-    )  # fmt: skip
-    nbytes = native.workspace_bytes(gemm.copy(rhs_packed=_address(weight, gemm.kernel)))
-    gemm.workspace_bytes = nbytes
-    return _Plan(quantize, gemm, at_scales, rest, rest + nbytes)
+    def make_plan(self, problem: Problem) -> FewRows:
+        return FewRows(problem)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,62 +1,117 @@
-"""The fused steps of the CPU: tiles of values go from the first-level cache to the quantizer."""
+"""The fused steps of the CPU: tiles of values go from the first-level cache to the quantizer, plain
+operands alone, columns as they lie."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.cpu import binding_fused
+from te_mx.backends.base import FLOAT_DTYPES as DTYPES
+from te_mx.backends.base import pointer
+from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not
-from te_mx.backends.native import BLOCKWISE, is_native, native_target, with_operands
+from te_mx.backends.cpu.quantize import empty_operand
+from te_mx.backends.native import BLOCKWISE, fields_to, is_native
+from te_mx.backends.reference.fused_math import inverse
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
-from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep, Target
+from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormStep, Target
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
+from te_mx.layouts.operand import Quantized
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.cpu_memory import CPU
 
-NOTHING = native_target(Target("", "", "rceil"))
+_F32 = torch.float32
 
 
-def fused_why_not(problem: Problem) -> str | None:
-    """What the fused steps of a backend ask beside what its other kernels ask."""
-    if problem.empty:
-        return "takes matrices that are not empty"
-    if problem.dtype not in FLOAT_DTYPES:
-        return f"takes float32, bfloat16 and float16, not {problem.dtype}"
-    return None
+def _rows(x: Tensor) -> Tensor:
+    """x with adjacent elements in each row."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+class _Ends:
+    """In what the steps of a problem end: the operands of its specs where native code makes these,
+    else values that the quantizer reads."""
+
+    def __init__(self, p: Problem) -> None:
+        native: Any = binding.native()
+        self.native, self.specs = native, (p.lhs, p.rhs)
+        lie = p.lhs.partition("@")[2] in ("", "rows") and p.rhs.partition("@")[2] in ("", "cols")
+        self.known = lie and is_native(Target(p.lhs, p.rhs, p.rule), MX + BLOCKWISE, MX_RULES)
+        self.fields = fields_to(p.lhs, p.rhs, p.rule) if self.known else {}
+
+    def put(
+        self, args: Any, rows: int, cols: int, col_sum: bool
+    ) -> tuple[Quantized, Tensor | None]:
+        """Write where what is made of [rows, cols] goes into a native record: the operands and
+        sums that it fills, and scratch memory."""
+        row = col = sums = partial = None
+        if self.specs[0]:
+            row = empty_operand(self.specs[0], rows, cols)
+            args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
+        if self.specs[1]:
+            col = empty_operand(self.specs[1], cols, rows)
+            args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
+        if col_sum:
+            sums = torch.empty(cols, dtype=_F32, device=CPU)
+            parts = -(-rows // self.native.COL_SUM_ROWS), cols
+            partial = torch.empty(parts, dtype=_F32, device=CPU)
+            args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+        return Quantized(row, col, sums), partial
 
 
 class _Fused(Kernel):
     name = "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem._replace(lhs="", rhs="", rule="rceil")) or fused_why_not(problem)
+        reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
+        if reason is None and problem.empty:
+            reason = "takes matrices that are not empty"
+        if reason is None and problem.dtype not in FLOAT_DTYPES:
+            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
+        return reason
+
+
+class Norms(_Ends):
+    """Normalizations of matrices of one size."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__(p)
+        self.record = self.native.NormArgs(x_rows=p.m, x_cols=p.n, inverse=inverse(p.n))
+        self.ending = self.record.copy(**self.fields)
+
+    def __call__(self, s: NormStep) -> NormParts:
+        x, weight, bias, norm, dtype, keep, target = s
+        ends = self.known and not target.col_sum
+        x, weight = _rows(x), weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        (rows, cols), rms = x.shape, norm.kind == "RMSNorm"
+        mean = None if rms else torch.empty(rows, dtype=_F32, device=CPU)
+        rstd = torch.empty(rows, dtype=_F32, device=CPU)
+        z = cpu_memory.empty((rows, cols), dtype) if keep or not ends else None
+        args = (self.ending if ends else self.record).copy(
+            x_data=x.data_ptr(), x_row_stride=x.stride(0), x_dtype=DTYPES[x.dtype], rms=rms,
+            eps=norm.eps, weight=weight.data_ptr(), bias=pointer(bias), mean=pointer(mean),
+            rstd=rstd.data_ptr(), z=pointer(z), z_dtype=DTYPES[dtype],
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
+        made = self.put(args, rows, cols, False)[0] if ends else None
+        binding.supported(self.native.normalize(args))
+        if made is None:
+            assert z is not None
+            made = run.quantized(z, target)
+        return NormParts(mean, rstd, z if keep else None, made)
 
 
 class CpuNorm(_Fused):
     op = "norm_quantize"
 
-    def run(self, s: NormStep) -> NormParts:
-        step = s.x, s.weight, s.bias, s.norm, s.dtype
-        if _in_one_step(s.target) and not s.target.col_sum:
-            made = binding_fused.normalize(*step, s.keep, native_target(s.target))
-            shape = s.x.shape
-            return NormParts(
-                made.mean, made.rstd, made.z, with_operands(made.quantized, s.target, *shape)
-            )
-        made = binding_fused.normalize(*step, True, NOTHING)
-        z = made.z
-        assert z is not None
-        return NormParts(made.mean, made.rstd, z if s.keep else None, run.quantized(z, s.target))
-
-
-def _in_one_step(target: Target) -> bool:
-    """Whether native code makes what is asked: columns as they lie, of formats that it knows."""
-    if not target.codes:
-        return True
-    known = is_native(target, MX + BLOCKWISE, MX_RULES)
-    return known and binding_fused.takes(native_target(target))
+    def make_plan(self, problem: Problem) -> Norms:
+        return Norms(problem)
 
 
 class CpuNormBackward(_Fused):
@@ -66,24 +121,64 @@ class CpuNormBackward(_Fused):
         self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return binding_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
+        native: Any = binding.native()
+        dz, x, weight = dz.contiguous(), _rows(x), weight.contiguous()
+        mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
+        rows, cols = x.shape
+        dx = cpu_memory.empty((rows, cols), dtype)
+        dweight = torch.empty(cols, dtype=_F32, device=CPU)
+        dbias = torch.empty(cols, dtype=_F32, device=CPU)
+        partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32, device=CPU)
+        args = native.NormGradArgs(
+            dz=binding.matrix(dz), x=binding.matrix(x), rms=mean is None, inverse=inverse(cols),
+            weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
+            dx_dtype=DTYPES[dtype], dweight=dweight.data_ptr(), dbias=dbias.data_ptr(),
+            partial=partial.data_ptr(), threads=torch.get_num_threads(),
+        )  # fmt: skip
+        binding.supported(native.normalize_backward(args))
+        return dx, dweight, dbias
+
+
+class Activations(_Ends):
+    """Activations of matrices of one size, and their gradients."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__(p)
+        self.record = self.native.ActArgs(h_rows=p.m, h_cols=p.n, h_row_stride=p.n)
+        self.ending = self.record.copy(**self.fields)
+
+    def __call__(self, s: ActStep) -> ActParts:
+        made = self._made(s) if self.known else None
+        if made is not None:
+            return made
+        # Blocks that straddle the halves of a gated gradient, or another layout.
+        values = self._made(s._replace(keep=True, target=Target("", "", "rceil")), False)
+        assert values is not None and values.out is not None
+        return ActParts(values.out if s.keep else None, run.quantized(values.out, s.target))
+
+    def _made(self, s: ActStep, ends: bool = True) -> ActParts | None:
+        """One native call, which ends in the quantizer or not; None for what it does not take."""
+        h, grad, act, dtype, keep, target = s
+        h, grad = h.contiguous(), None if grad is None else grad.contiguous()
+        rows, width = h.shape
+        cols = width // 2 if act.gated and grad is None else width
+        out = cpu_memory.empty((rows, cols), dtype) if keep else None
+        args = (self.ending if ends else self.record).copy(
+            h_data=h.data_ptr(), h_dtype=DTYPES[h.dtype], act=ACT_IDS[act.base], gated=act.gated,
+            limit=act.limit, alpha=act.alpha, offset=act.offset, out=pointer(out),
+            out_dtype=DTYPES[dtype], threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if grad is not None:
+            args.grad = binding.matrix(grad)
+        made, _partial = self.put(args, rows, cols, target.col_sum) if ends else (Quantized(), None)
+        return ActParts(out, made) if binding.supported(self.native.activate(args)) else None
 
 
 class CpuAct(_Fused):
     op = "act_quantize"
 
-    def run(self, s: ActStep) -> ActParts:
-        step = s.h, s.grad, s.act, s.dtype
-        if _in_one_step(s.target):
-            made = binding_fused.activate(*step, s.keep, native_target(s.target))
-            if made is not None:
-                rows, width = s.h.shape
-                cols = width // 2 if s.act.gated and s.grad is None else width
-                return ActParts(made.out, with_operands(made.quantized, s.target, rows, cols))
-        # Blocks that straddle the halves of a gated gradient, or another layout.
-        made = binding_fused.activate(*step, True, NOTHING)
-        assert made is not None and made.out is not None
-        return ActParts(made.out if s.keep else None, run.quantized(made.out, s.target))
+    def make_plan(self, problem: Problem) -> Activations:
+        return Activations(problem)
 
 
 for _kernel in (CpuNorm, CpuNormBackward, CpuAct):

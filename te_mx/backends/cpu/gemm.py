@@ -3,20 +3,82 @@ rhs as they lie."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from te_mx.backends.base import pointer
-from te_mx.backends.cpu import binding, binding_prepared
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS, pointer
+from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import MX, why_not, why_not_level
-from te_mx.backends.native import native_operand
+from te_mx.backends.native import fields_of, words_of
 from te_mx.dispatch.calls import Product, Ran
-from te_mx.dispatch.kernels import Kernel, PreparedGemm
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU, in_huge_pages
+
+
+class Products:
+    """Products of operands of one size by one kernel, whose native record is made once."""
+
+    __slots__ = ("lhs", "native", "record", "rhs")
+
+    def __init__(self, kernel: str, p: Problem) -> None:
+        native: Any = binding.native()
+        number = binding.KERNEL_IDS[kernel]
+        self.native = native
+        # Which packed forms these are.
+        self.lhs = number, binding.ROLES["b"], p.m, p.k
+        self.rhs = number, binding.ROLES["a"], p.n, p.k
+        self.record = native.GemmArgs(
+            lhs_rows=p.m, lhs_k=p.k, rhs_rows=p.n, rhs_k=p.k, out_dtype=FLOAT_DTYPES[p.dtype],
+            ldo=p.n, kernel=number, **fields_of(p.lhs, "lhs"), **fields_of(p.rhs, "rhs"),
+        )  # fmt: skip
+
+    def __call__(self, p: Product) -> Ran | None:
+        args, bias_grad, _alive = self.filled(p)
+        nbytes = self.native.workspace_bytes(args)
+        scratch = workspace.acquire(CPU, nbytes)
+        args.workspace, args.workspace_bytes = pointer(scratch), nbytes
+        status, ran = self.native.gemm(args)
+        workspace.release(scratch, nbytes)
+        if status and not binding.supported(status):
+            return None
+        return Ran(binding.KERNELS[ran], bias_grad)
+
+    def filled(self, p: Product) -> tuple[Any, Tensor | None, object]:
+        """The record of a call without a workspace, the bias gradient that it fills, and what must
+        live as long."""
+        lhs, rhs, (bias, gelu, gelu_in, kind, accumulate), out, aux, _ = p
+        args = self.record.copy(
+            lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(),
+            rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), out=out.data_ptr(),
+            accumulate=accumulate, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if lhs.packed is not None:
+            args.lhs_packed = binding.packed_at(lhs.packed, self.lhs)
+        if rhs.packed is not None:
+            args.rhs_packed = binding.packed_at(rhs.packed, self.rhs)
+        if bias is not None:
+            bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if gelu is not None:
+            args.gelu = GELUS[gelu]
+        if aux is not None:
+            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
+        if gelu_in is not None:
+            gelu_in = gelu_in.contiguous()
+            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
+        bias_grad = None
+        if kind is not None:
+            size = out.shape[0] if kind == "operand" else out.shape[1]
+            bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
+            args.bias_grad_kind, args.bias_grad = BIAS_GRADS[kind], bias_grad.data_ptr()
+        return args, bias_grad, (bias, gelu_in)
 
 
 class Panel(Kernel):
@@ -44,36 +106,21 @@ class Panel(Kernel):
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         role = "a" if side == "rhs" else "b"
-        plain = native_operand(operand.checked(side))
-        nbytes = binding.packed_bytes(self.name, role, operand.rows, operand.k, plain.fmt)
+        operand = operand.checked(side)
+        word = words_of(operand.spec)[0]
+        nbytes = binding.packed_bytes(self.name, role, operand.rows, operand.k, word)
         if nbytes == 0:
             return operand
         packed = in_huge_pages(nbytes)
-        if not binding.pack(plain, self.name, role, packed):
+        if not binding.pack(operand, self.name, role, packed):
             raise RuntimeError(f"te_mx internal error: {self.name} does not pack {operand.spec}")
         return operand._replace(packed=packed)
 
     def prepares(self, m: int, n: int, k: int) -> bool:
         return not binding.stream_pays(f"{self.level}_stream", m, n, k)
 
-    def prepared(self, problem: Problem) -> PreparedGemm | None:
-        return binding_prepared.PreparedGemm(self.name, problem).run
-
-    def run(self, p: Product) -> Ran | None:
-        call = binding.GemmCall(
-            self.name, native_operand(p.rhs), native_operand(p.lhs), p.epilogue, p.out, p.aux
-        )
-        args, native = call.args, binding.native()
-        nbytes = native.workspace_bytes(args)  # type: ignore[union-attr]
-        scratch = workspace.acquire(CPU, nbytes)
-        args.workspace, args.workspace_bytes = pointer(scratch), nbytes
-        status, ran = native.gemm(args)  # type: ignore[union-attr]
-        workspace.release(scratch, nbytes)
-        if status and not binding.supported(status):
-            return None
-        if not p.out.is_inference():  # native code wrote behind autograd's back
-            torch.autograd.graph.increment_version(p.out)
-        return Ran(binding.KERNELS[ran], call.bias_grad)
+    def make_plan(self, problem: Problem) -> Products:
+        return Products(self.name, problem)
 
 
 class Stream(Panel):

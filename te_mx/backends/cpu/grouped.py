@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+import ctypes
+import struct
+from typing import Any
 
-from te_mx.backends.cpu import binding, binding_grouped
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
+from te_mx.backends.cpu import binding
+from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.cpu.gemm import PANELS
+from te_mx.backends.cpu.quantize import empty_operand
 from te_mx.backends.native import (
-    native_operand,
-    native_stack,
+    fields_to,
     one_read,
     one_read_of_weights,
+    record_of,
     words_of,
 )
 from te_mx.dispatch.grouped_calls import (
@@ -20,18 +28,190 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeGroups,
     QuantizeWeights,
     StackedParts,
-    stacks_of,
 )
-from te_mx.dispatch.groups import host_bounds
+from te_mx.dispatch.groups import Bounds, host_bounds
 from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
-from te_mx.runtime import workspace
+from te_mx.runtime import cpu_memory, workspace
+from te_mx.runtime.cpu_memory import CPU
 
-_CPU = torch.device("cpu")
+# What the packed forms of several groups start with: magic, kernel, role, groups, rows, k, stride.
+_HEADER = struct.Struct("<8siiqqqq16x")
+_MAGIC = b"te_mx.pg"
+HEADER_BYTES = _HEADER.size  # 64
 
 
+def _native() -> Any:
+    return binding.native()  # the envelope asked whether it is there
+
+
+def _strided(x: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """x with rows or columns that lie next to each other, as the quantizer reads them, and what a
+    native record says of it."""
+    if 1 not in x.stride():
+        x = x.contiguous()
+    (rows, cols), (row_stride, col_stride) = x.shape, x.stride()
+    return x, {
+        "x_data": x.data_ptr(), "x_rows": rows, "x_cols": cols, "x_row_stride": row_stride,
+        "x_col_stride": col_stride, "x_dtype": FLOAT_DTYPES[x.dtype],
+    }  # fmt: skip
+
+
+def _groups(bounds: Bounds) -> tuple[Any, Any]:
+    """The native record of groups, and what it holds the addresses of."""
+    (count, starts, ends), keep = bounds.addresses()
+    return _native().Groups(count=count, starts=starts, ends=ends), keep
+
+
+def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
+    """The tokens of all groups; None for what native code does not take."""
+    _, _, row_spec, col_spec, rule, col_sum, seed = what
+    (rows, cols), groups, native = what.x.shape, len(bounds.ends), _native()
+    _x, source = _strided(what.x)
+    args = native.GroupedQuantizeArgs(
+        seed=pointer(seed), threads=torch.get_num_threads(), **source,
+        **fields_to(row_spec, col_spec, rule),
+    )  # fmt: skip
+    row = col = sums = partial = None
+    if row_spec:
+        row = empty_operand(row_spec, rows, cols)
+        args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
+    if col_spec:
+        fmt, layout = spec_of(col_spec)
+        codes, scales = layout.grouped_shapes(fmt, cols, rows, groups)
+        made = torch.empty(scales, dtype=fmt.scaling.storage, device=CPU)
+        col = Operand(cpu_memory.empty(codes, torch.uint8), made, col_spec, cols, rows)
+        args.col_codes, args.col_scales = col.codes.data_ptr(), made.data_ptr()
+    if col_sum:
+        sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
+        parts = rows // native.COL_SUM_ROWS + groups, cols
+        partial = torch.empty(parts, dtype=torch.float32, device=CPU)
+        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+    args.groups, keep = _groups(bounds)
+    status = native.quantize_grouped(args)
+    del keep
+    return Quantized(row, col, sums) if supported(status) else None
+
+
+def quantize_weights(what: QuantizeWeights) -> StackedParts | None:
+    """The weights of all groups, which are not empty; None for what native code does not take."""
+    weights, row_spec, col_spec, rule = what
+    groups, (rows, cols), native = len(weights), weights[0].shape, _native()
+    made: dict[str, Stack] = {}
+    for side, spec, height, k in (("row", row_spec, rows, cols), ("col", col_spec, cols, rows)):
+        if spec:
+            fmt, layout = spec_of(spec)
+            codes, scales = layout.shapes(fmt, height, k)
+            made[side] = Stack(
+                cpu_memory.empty((groups, *codes), torch.uint8),
+                torch.empty((groups, *scales), dtype=fmt.scaling.storage, device=CPU),
+                spec, groups, height, k,
+            )  # fmt: skip
+    plan = native.QuantizeArgs(**fields_to(row_spec, col_spec, rule))
+    problems, sources = [], [_strided(weight) for weight in weights]
+    for i, (_, source) in enumerate(sources):
+        args = plan.copy(**source)
+        for side, stack in made.items():
+            setattr(args, f"{side}_codes", stack.codes[i].data_ptr())
+            setattr(args, f"{side}_scales", stack.scales[i].data_ptr())
+        problems.append(args)
+    status = native.quantize_many(problems, torch.get_num_threads())
+    return (made.get("row"), made.get("col")) if supported(status) else None
+
+
+# --------------------------------------------------------------------------------------------- pack
+def packed_stride(kernel: str, stack: Stack) -> int:
+    """Bytes of the packed form of one group; 0 when the kernel reads plain codes."""
+    wide = words_of(stack.spec)[0] in BLOCK_ROWS
+    sizes = stack.rows, stack.k
+    nbytes: int = _native().packed_bytes(KERNEL_IDS[kernel], ROLES["a"], *sizes, wide)
+    return (nbytes + 63) // 64 * 64
+
+
+def pack(stack: Stack, kernel: str) -> Tensor | None:
+    """The packed forms of all groups behind one header, uint8; None when there are none."""
+    stride = packed_stride(kernel, stack)
+    if stride == 0:
+        return None
+    groups, native = stack.groups, _native()
+    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=torch.uint8, device=CPU)
+    head = _HEADER.pack(_MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, stack.rows, stack.k, stride)
+    packed[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    args = native.PackArgs(
+        operand=record_of(native, stack), role=ROLES["a"], groups_count=groups,
+        out_codes=packed.data_ptr() + HEADER_BYTES, out_stride=stride, kernel=KERNEL_IDS[kernel],
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return packed if supported(native.pack_many(args)) else None
+
+
+def _packed_for(packed: Tensor | None, kernel: int, stack: Stack) -> tuple[int, int]:
+    """(address, stride) of packed forms that this kernel reads for these weights, or zeros."""
+    if packed is None or packed.data_ptr() % HEADER_BYTES or packed.numel() <= HEADER_BYTES:
+        return 0, 0
+    if not packed.is_contiguous():  # as a hook of saved tensors may return it
+        return 0, 0
+    magic, *found, stride = _HEADER.unpack(ctypes.string_at(packed.data_ptr(), HEADER_BYTES))
+    if magic != _MAGIC or found != [kernel, ROLES["a"], stack.groups, stack.rows, stack.k]:
+        return 0, 0
+    if packed.numel() != HEADER_BYTES + stack.groups * stride:  # a piece of one
+        return 0, 0
+    return packed.data_ptr() + HEADER_BYTES, stride
+
+
+# --------------------------------------------------------------------------------------------- gemm
+class GroupedGemmCall:
+    """One native grouped GEMM. It keeps the tensors alive whose addresses it holds.
+
+    kernels: the names for groups of many and of few rows of lhs. rhs: the weights of all groups,
+    or, of products along k, an operand.
+    """
+
+    __slots__ = ("args", "keep")
+
+    def __init__(
+        self, kernels: tuple[str, str], lhs: Operand, rhs: Stack | Operand, bounds: Bounds,
+        out: Tensor, bias: Tensor | None = None, accumulate: bool = False,
+    ) -> None:  # fmt: skip
+        many, few = (KERNEL_IDS[name] for name in kernels)
+        native = _native()
+        args = native.GroupedGemmArgs(
+            lhs=record_of(native, lhs), rhs=record_of(native, rhs), ldo=out.shape[-1],
+            along_k=isinstance(rhs, Operand), accumulate=accumulate, kernel=many,
+            few_rows_kernel=few, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if isinstance(rhs, Stack):
+            args.rhs_packed, args.packed_stride = _packed_for(rhs.packed, many, rhs)
+        if bias is not None:
+            bias = bias.contiguous()
+        args.out, args.out_dtype = typed_address(out)
+        args.bias, args.bias_dtype = typed_address(bias)
+        args.groups, arrays = _groups(bounds)
+        self.keep = (lhs, rhs, arrays, out, bias)
+        self.args = args
+
+    def workspace_bytes(self) -> int:
+        """Scratch bytes that `run` needs: the native formula, the only one."""
+        nbytes: int = _native().workspace_bytes_grouped(self.args)
+        return nbytes
+
+    def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
+        """Run it; the names of the kernels that ran, joined by " + "; or None."""
+        args = self.args
+        args.workspace, args.workspace_bytes = pointer(workspace), nbytes
+        status, ran = _native().gemm_grouped(args)
+        return names_of(ran) if supported(status) else None
+
+
+def names_of(ran: int) -> str:
+    """The kernels of a mask."""
+    return " + ".join(name for i, name in enumerate(KERNELS) if ran >> i & 1)
+
+
+# ------------------------------------------------------------------------------------------ kernels
 def _why_not(problem: Problem, random: bool = False) -> str | None:
     reason = why_not(problem, "grouped_cols", blockwise=True, random=random)
     if reason is None and problem.empty:
@@ -48,15 +228,7 @@ class CpuQuantizeGroups(Kernel):
         return _why_not(problem, random=True) or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized | None:
-        (x, groups, row, col), (rows, cols) = what[:4], what.x.shape
-        parts = binding_grouped.quantize(what, host_bounds(*groups, len(x)))
-        if parts is None:
-            return None
-        return Quantized(
-            Operand(parts.row_codes, parts.row_scales, row, rows, cols) if row else None,  # type: ignore[arg-type]
-            Operand(parts.col_codes, parts.col_scales, col, cols, rows) if col else None,  # type: ignore[arg-type]
-            parts.col_sum,
-        )
+        return quantize(what, host_bounds(*what.groups, len(what.x)))
 
 
 class CpuQuantizeWeights(Kernel):
@@ -66,9 +238,7 @@ class CpuQuantizeWeights(Kernel):
         return _why_not(problem) or one_read_of_weights(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeWeights) -> StackedParts | None:
-        fmt, wanted = words_of(what.row or what.col)[0], (bool(what.row), bool(what.col))
-        parts = binding_grouped.quantize_weights(list(what.weights), fmt, wanted, what.rule)
-        return None if parts is None else stacks_of(parts, what)
+        return quantize_weights(what)
 
 
 def few_and_many() -> tuple[str, str]:
@@ -91,14 +261,11 @@ class CpuGemmRows(Kernel):
         return Wants("rows", "grouped_cols")
 
     def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
-        packed = binding_grouped.pack(native_stack(stack.checked("rhs")), few_and_many()[0])
-        return stack._replace(packed=packed)
+        return stack._replace(packed=pack(stack.checked("rhs"), few_and_many()[0]))
 
     def run(self, p: GroupedRows) -> str | None:
-        call = binding_grouped.GroupedGemmCall(
-            few_and_many(), native_stack(p.rhs), native_operand(p.lhs),
-            host_bounds(*p.groups, p.lhs.rows), p.out, p.bias,
-        )  # fmt: skip
+        bounds = host_bounds(*p.groups, p.lhs.rows)
+        call = GroupedGemmCall(few_and_many(), p.lhs, p.rhs, bounds, p.out, p.bias)
         return run_call(call)
 
 
@@ -109,20 +276,18 @@ class CpuGemmK(Kernel):
         return _why_not(problem)
 
     def run(self, p: GroupedK) -> str | None:
-        call = binding_grouped.GroupedGemmCall(
-            few_and_many(), native_operand(p.rhs), native_operand(p.lhs),
-            host_bounds(*p.groups, p.lhs.k), p.out, None, p.accumulate,
-        )  # fmt: skip
+        bounds = host_bounds(*p.groups, p.lhs.k)
+        call = GroupedGemmCall(few_and_many(), p.lhs, p.rhs, bounds, p.out, None, p.accumulate)
         ran = run_call(call)
         if ran is not None and not p.out.is_inference():
             torch.autograd.graph.increment_version(p.out)
         return ran
 
 
-def run_call(call: binding_grouped.GroupedGemmCall) -> str | None:
+def run_call(call: GroupedGemmCall) -> str | None:
     """The names of the kernels that ran, or None for what native code does not take."""
     nbytes = call.workspace_bytes()
-    scratch = workspace.acquire(_CPU, nbytes)
+    scratch = workspace.acquire(CPU, nbytes)
     ran = call.run(scratch, nbytes)
     workspace.release(scratch, nbytes)
     return ran

@@ -4,7 +4,6 @@ between the calls of the quantizer and of the GEMM would cost more than they do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from te_mx.backends.base import FLOAT_DTYPES, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_level
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.linear_calls import Calls, Shape, Specs, form_of
+from te_mx.backends.linear_calls import Calls, Formats, Shape, Specs, form_of
 from te_mx.backends.native import words_of
 from te_mx.dispatch.linear import InferKernel, LinearKernel, LinearProblem
 from te_mx.dispatch.problem import Problem
@@ -46,23 +45,24 @@ class Small(LinearKernel):
             reason = f"is for layers of at most {MOST_CODES} codes"
         return reason
 
-    def plan(self, problem: LinearProblem) -> CpuCalls:
-        return _plan(problem, self.name)
+    def make_plan(self, problem: LinearProblem) -> Any:
+        s = problem.settings
+        return self.calls(Shape(*problem[:6]), (s.x, s.w, s.g), s.scale_rule, s.spread)
+
+    def calls(self, shape: Shape, formats: Formats, rule: str, spread: int) -> CpuCalls:
+        x, w, _ = formats
+        specs = Specs(f"{x}@rows", f"{x}@cols", f"{w}@rows", f"{w}@cols")
+        form = form_of(formats, rule, spread, binding.KERNEL_IDS[self.name])
+        return CpuCalls(binding.native(), shape, form, specs)
 
 
-class SmallInfer(InferKernel):
+class SmallInfer(InferKernel, Small):
     """The forward half of it."""
 
-    def __init__(self, small: Small) -> None:
-        self.name, self.rank, self.accepts = small.name, small.rank, small.accepts  # type: ignore[method-assign]
-
-    def infer(
-        self, settings: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None,
-        out_dtype: torch.dtype, tag: int = -1,
-    ) -> Tensor:  # fmt: skip
-        n, k = w_NK.shape
-        plan = _plan(LinearProblem(x.numel() // k, n, k, False, False, False, settings), self.name)
-        return plan.forward(x, w_NK, bias_N, out_dtype, None, None, False, tag)[0]
+    def make_plan(self, problem: Any) -> Any:
+        p, (x, w) = problem, (spec.partition("@")[0] for spec in (problem.lhs, problem.rhs))
+        shape = Shape(p.m, p.n, p.k, False, False, False)
+        return self.calls(shape, (x, w, x), p.rule, p.spread).infer
 
 
 class CpuCalls(Calls):
@@ -78,13 +78,11 @@ class CpuCalls(Calls):
         workspace.release(temp, nbytes)
         return -1 if status and not binding.supported(status) else ran
 
-
-@lru_cache(maxsize=4096)
-def _plan(p: LinearProblem, kernel: str) -> CpuCalls:
-    s = p.settings
-    specs = Specs(f"{s.x}@rows", f"{s.x}@cols", f"{s.w}@rows", f"{s.w}@cols")
-    form = form_of(p, binding.KERNEL_IDS[kernel])
-    return CpuCalls(binding.native(), Shape(*p[:6]), form, specs)
+    def infer(
+        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype, tag: int = -1
+    ) -> Tensor:
+        """As a plan of an InferKernel."""
+        return self.forward(x, w_NK, bias_N, out_dtype, None, None, False, tag)[0]
 
 
 def _alike(x: str, w: str) -> bool:
@@ -99,6 +97,5 @@ def _multiplied(x: str, g: str) -> bool:
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):
-    _small = Small(_name, _level, _rank)
-    register(_small)
-    register(SmallInfer(_small))
+    register(Small(_name, _level, _rank))
+    register(SmallInfer(_name, _level, _rank))

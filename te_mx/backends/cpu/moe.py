@@ -6,16 +6,50 @@ Experts of few rows run on the stream kernel of the level; a table may choose an
 
 from __future__ import annotations
 
-from te_mx.backends.cpu import binding, binding_grouped
+from typing import Any
+
+import torch
+
+from te_mx.backends.base import FLOAT_DTYPES, pointer, typed_address
+from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.cpu.grouped import few_and_many
+from te_mx.backends.cpu.grouped import few_and_many, names_of
+from te_mx.backends.native import record_of
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
+from te_mx.runtime import workspace
+from te_mx.runtime.cpu_memory import CPU
 
 _FEW = "few rows on "
+
+
+def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
+    """Write the routed rows of p.out, whose lists the native code reads; the names of the kernels
+    that ran. kernels: as of GroupedGemmCall."""
+    native: Any = binding.native()
+    ids, experts, count, block_m, a_div, _ = p.routing
+    bias = None if p.bias is None else p.bias.contiguous()
+    weights = None if p.weights is None else p.weights.contiguous()
+    many, few = kernels
+    args = native.MoeGemmArgs(
+        lhs=record_of(native, p.lhs), rhs=record_of(native, p.rhs), experts=p.rhs.groups,
+        sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
+        num_tokens_post_padded=count.data_ptr(), positions=0 if ids is None else len(ids),
+        blocks=len(experts), routed=len(p.out), block_m=block_m, a_div=a_div,
+        weights=pointer(weights), out=p.out.data_ptr(), out_dtype=FLOAT_DTYPES[p.out.dtype],
+        kernel=binding.KERNEL_IDS[many], few_rows_kernel=binding.KERNEL_IDS[few],
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    args.bias, args.bias_dtype = typed_address(bias)
+    nbytes = native.moe_workspace_bytes(args)
+    scratch = workspace.acquire(CPU, nbytes)
+    args.workspace, args.workspace_bytes = pointer(scratch), nbytes
+    status, ran = native.moe_gemm(args)
+    workspace.release(scratch, nbytes)
+    return names_of(ran) if binding.supported(status) else None
 
 
 class CpuMoeGemm(Kernel):
@@ -40,7 +74,7 @@ class CpuMoeGemm(Kernel):
         return many, self.configuration.removeprefix(_FEW) or few
 
     def run(self, p: RoutedGemm) -> str | None:
-        ran = binding_grouped.moe_gemm(p, self._few_and_many())
+        ran = moe_gemm(p, self._few_and_many())
         return None if ran is None else ran or self.name
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import LAYOUTS, SCALE_RULES, UPRIGHT, format_fields, pointer
+from te_mx.backends.base import UPRIGHT, pointer
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
-from te_mx.backends.native import native_operand, transform_of, words_of
+from te_mx.backends.native import fields_of, fields_to, words_of
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
-from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.kernels import Kernel, Plan
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
-from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime import cpu_memory
@@ -49,7 +50,7 @@ def _across(spec: str) -> str:
     return f"{name.replace('128x1', '1x128')}@{'cols' if layout == 'rows' else 'rows'}"
 
 
-def _empty(spec: str, rows: int, k: int) -> Operand:
+def empty_operand(spec: str, rows: int, k: int) -> Operand:
     """An operand to write."""
     fmt, layout = spec_of(spec)
     codes, scales = layout.shapes(fmt, rows, k)
@@ -64,6 +65,49 @@ def _turned(made: Operand | None, spec: str) -> Operand | None:
     return None if made is None else Operand(made.codes, made.scales, spec, made.k, made.rows)
 
 
+class Quantizer:
+    """Matrices of one size and dtype, quantized as a problem says; the record is made once."""
+
+    __slots__ = ("col", "native", "record", "row", "sizes")
+
+    def __init__(self, p: Problem) -> None:
+        native: Any = binding.native()
+        self.native, self.row, self.col, self.sizes = native, p.lhs, p.rhs, (p.m, p.n)
+        self.record = native.QuantizeArgs(
+            x_rows=p.m, x_cols=p.n, x_dtype=DTYPES[p.dtype], **fields_to(p.lhs, p.rhs, p.rule)
+        )
+
+    def __call__(self, what: Quantize) -> Quantized | None:
+        x, _, _, _, col_sum, sum_dtype, seed, first = what
+        rows, cols = self.sizes
+        row_stride, col_stride = x.stride()
+        if row_stride != 1 and col_stride != 1:
+            x = x.contiguous()
+            row_stride, col_stride = x.stride()
+        args = self.record.copy(
+            x_data=x.data_ptr(), x_row_stride=row_stride, x_col_stride=col_stride,
+            seed=pointer(seed), first=first, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        row = col = sums = partial = None
+        if self.row:
+            row = empty_operand(self.row, rows, cols)
+            args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
+        if self.col:
+            col = empty_operand(self.col, cols, rows)
+            args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
+        if col_sum:
+            sums = torch.empty(cols, dtype=torch.float32, device=CPU)
+            parts = -(-rows // self.native.COL_SUM_ROWS), cols
+            partial = torch.empty(parts, dtype=torch.float32, device=CPU)
+            args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+        status = self.native.quantize(args)
+        if status and not binding.supported(status):
+            return None
+        if sums is not None and sums.dtype != sum_dtype:
+            sums = sums.to(sum_dtype)
+        return Quantized(row, col, sums)
+
+
 class CpuQuantize(Kernel):
     op, name = "quantize", "cpu"
 
@@ -76,51 +120,19 @@ class CpuQuantize(Kernel):
             reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def run(self, what: Quantize) -> Quantized | None:
-        x, row, col, rule, col_sum, sum_dtype, seed, first = what
-        if _is_upright(row or col):
-            made = self.run(what._replace(row=_across(col), col=_across(row)))
+    def make_plan(self, problem: Problem) -> Plan:
+        row, col = problem.lhs, problem.rhs
+        if not _is_upright(row or col):
+            return Quantizer(problem)
+        lying = Quantizer(problem._replace(lhs=_across(col), rhs=_across(row)))
+
+        def upright(what: Quantize) -> Quantized | None:
+            made = lying(what)
             if made is None:
                 return None
             return Quantized(_turned(made.col, row), _turned(made.row, col), made.col_sum)
-        native = binding.native()
-        assert native is not None
-        rows, cols = x.shape
-        row_stride, col_stride = x.stride()
-        if row_stride != 1 and col_stride != 1:
-            x = x.contiguous()
-            row_stride, col_stride = x.stride()
-        word, order = words_of(col or row)
-        name, epsilon = split_rule(rule)
-        args = native.QuantizeArgs(
-            x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=row_stride,
-            x_col_stride=col_stride, x_dtype=DTYPES[x.dtype], rule=SCALE_RULES[name],
-            amax_epsilon=epsilon, seed=pointer(seed), first=first,
-            threads=torch.get_num_threads(), **format_fields(word),
-        )  # fmt: skip
-        row_operand = col_operand = sums = partial = None
-        if row:
-            row_operand = _empty(row, rows, cols)
-            args.row_codes = row_operand.codes.data_ptr()
-            args.row_scales = row_operand.scales.data_ptr()
-            args.row_hadamard, args.row_signs = transform_of(row)
-        if col:
-            col_operand = _empty(col, cols, rows)
-            args.col_codes = col_operand.codes.data_ptr()
-            args.col_scales = col_operand.scales.data_ptr()
-            args.col_layout = LAYOUTS[order]
-            args.col_hadamard, args.col_signs = transform_of(col)
-        if col_sum:
-            sums = torch.empty(cols, dtype=torch.float32, device=CPU)
-            parts = -(-rows // native.COL_SUM_ROWS), cols
-            partial = torch.empty(parts, dtype=torch.float32, device=CPU)
-            args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-        status = native.quantize(args)
-        if status and not binding.supported(status):
-            return None
-        if sums is not None and sums.dtype != sum_dtype:
-            sums = sums.to(sum_dtype)
-        return Quantized(row_operand, col_operand, sums)
+
+        return upright
 
 
 class CpuDequantize(Kernel):
@@ -134,11 +146,26 @@ class CpuDequantize(Kernel):
             reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        plain = native_operand(operand)
-        plain = plain._replace(codes=plain.codes.contiguous(), scales=plain.scales.contiguous())
-        values = binding.dequantize(plain, dtype)
-        return values if values is None or plain.order == "k_last" else values.t()
+    def run(
+        self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor | None:
+        codes, scales, (rows, k) = (
+            operand.codes.contiguous(),
+            operand.scales.contiguous(),
+            operand[3:5],
+        )
+        k_first = operand.layout.k_first
+        out = into
+        if out is None or k_first:
+            out = cpu_memory.empty((k, rows) if k_first else (rows, k), dtype)
+        native: Any = binding.native()
+        args = native.DequantizeArgs(
+            codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k, out=out.data_ptr(),
+            out_dtype=DTYPES[dtype], threads=torch.get_num_threads(), **fields_of(operand.spec),
+        )  # fmt: skip
+        if not binding.supported(native.dequantize(args)):
+            return None
+        return out.t() if k_first else out
 
 
 register(CpuQuantize())

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import torch
 
-from te_mx.backends.native import BLOCKWISE, is_aligned, native_operand, one_read
-from te_mx.backends.sm90 import binding, binding_blockwise, split_k
-from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.gemm import Scratched, Scratches
+from te_mx.backends.native import BLOCKWISE, is_aligned, one_read
+from te_mx.backends.sm90 import split_k
+from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.gemm import Products
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
-from te_mx.backends.sm90.quantize import HopperDequantize
+from te_mx.backends.sm90.quantize import HopperDequantize, Quantizer
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES, Product, Quantize, Ran
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.calls import FLOAT_DTYPES
+from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats import Format
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Operand
 
 NAME, LAYOUT = "sm90_blockwise", SM90_FACTORS.name
 ALIGNED = "sm90"  # up to the colon
@@ -43,15 +43,14 @@ def columns_for(problem: Problem, plain: str, aligned: str) -> str:
     return aligned if low and split_rule(problem.rule)[0] == "pow2" else plain
 
 
-def makes_both(problem: Problem) -> str | None:
-    """Why one read does not make both directions that a problem asks for."""
-    row, col = problem.lhs, problem.rhs
+def makes_both(row: str, col: str, rule: str) -> str | None:
+    """Why one read does not make both directions; None when it does."""
     if row and is_aligned(row):
         return "aligns columns only"
     if not (col and is_aligned(col)):
         return one_read(row, col)
-    if split_rule(problem.rule)[0] != "pow2":
-        return f"aligns scales of the rule pow2, not {problem.rule}"
+    if split_rule(rule)[0] != "pow2":
+        return f"aligns scales of the rule pow2, not {rule}"
     if row and spec_of(row).format != spec_of(col).format:
         return "makes both directions in one format"
     return one_read(row, "")
@@ -75,27 +74,21 @@ class BlockwiseQuantize(Kernel):
         if reason is None and not (problem.lhs or problem.rhs):
             reason = "makes codes"
         if reason is None:
-            reason = makes_both(problem)
+            reason = makes_both(problem.lhs, problem.rhs, problem.rule)
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def run(self, what: Quantize) -> Quantized | None:
-        return binding_blockwise.quantize(what)
-
-    def run_two(self, first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
-        """Both at the same time where the GPU has room; the first without col_sum."""
-        return binding_blockwise.quantize_two(first, second)
+    def make_plan(self, problem: Problem) -> Quantizer:
+        return Quantizer(problem)
 
 
-def not_low(problem: Problem) -> str | None:
-    """Why the GEMMs do not take the blocks of a problem."""
-    sides = [spec_of(spec) for spec in (problem.lhs, problem.rhs)]
-    if sides[0].layout.name == "any" and is_low(sides[1].format):
-        return None  # a question for layouts, which both sides have in common
-    if not is_low(sides[0].format):
-        return f"takes blocks of 1x128 on the left, not {sides[0].format.name}"
-    return None
+def why_not_sides(problem: Problem) -> str | None:
+    """Why the GEMMs do not take the blocks or the elements of a problem."""
+    lhs = spec_of(problem.lhs).format
+    if not is_low(lhs):
+        return f"takes blocks of 1x128 on the left, not {lhs.name}"
+    return why_not_second(problem.rhs)
 
 
 class BlockwiseDequantize(HopperDequantize):
@@ -125,11 +118,11 @@ class BlockwiseConvert(Kernel):
         return Operand(*made, spec, operand.rows, operand.k)
 
 
-class Blockwise(Scratched):
+class Blockwise(Kernel):
     """FP8 tensor cores; sums of 128 products times both scales are added up in fp32. Two aligned
     operands are multiplied as those of MXFP8."""
 
-    name, rank = NAME, 2
+    op, name, rank = "gemm", NAME, 2
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
@@ -137,7 +130,7 @@ class Blockwise(Scratched):
             return reason
         if problem.precision != "adaptive":
             return f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return not_low(problem)
+        return why_not_sides(problem)
 
     def wants(self, problem: Problem) -> Wants:
         return Wants(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))
@@ -154,19 +147,18 @@ class Blockwise(Scratched):
             return operand
         return run.convert(operand, f"{operand.format.name}@{LAYOUT}")
 
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        sides, parts = (p.lhs, p.rhs), 1
-        if not all(is_aligned(side.spec) for side in sides):
-            sides = tuple(run.convert(one, f"{one.format.name}@{LAYOUT}") for one in sides)  # type: ignore[assignment]
-        elif p.mode.split_k:
-            parts = split_k.parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
-        lhs, rhs = map(native_operand, sides)
-        done, bias_grad = binding.gemm(rhs, lhs, p.epilogue, p.out, p.aux, 0, scratch, parts)
-        if not done:
-            return None
-        if p.epilogue.bias_grad == "operand":
-            bias_grad = p.lhs.values(torch.float64).sum(1).to(torch.float32)
-        return Ran(self.name, bias_grad)
+    def make_plan(self, problem: Problem) -> Plan:
+        p, sides = problem, (problem.lhs, problem.rhs)
+        if all(map(is_aligned, sides)):
+            parts = split_k.parts(p.place.index, p.m, p.n, p.k) if p.split_k else 1
+            return Products(self.name, p, parts)
+        lhs, rhs = (f"{spec_of(side).format.name}@{LAYOUT}" for side in sides)
+        products = Products(self.name, p._replace(lhs=lhs, rhs=rhs), 1)
+        if (lhs, rhs) == sides:
+            return products
+        return lambda q: products(
+            q._replace(lhs=run.convert(q.lhs, lhs), rhs=run.convert(q.rhs, rhs))
+        )
 
 
 for _kernel in (BlockwiseQuantize, BlockwiseDequantize, BlockwiseConvert, Blockwise):

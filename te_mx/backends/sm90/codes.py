@@ -10,12 +10,12 @@ from copy import copy
 from functools import lru_cache
 
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.native import FP4, native_operand
-from te_mx.backends.sm90 import binding, binding_codes, split_k
-from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches, is_plain_fp4
+from te_mx.backends.native import FP4
+from te_mx.backends.sm90 import split_k
+from te_mx.backends.sm90.gemm import Adaptive, Products, is_plain_fp4
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch.calls import Product, Ran
-from te_mx.dispatch.kernels import PreparedGemm
+from te_mx.dispatch.kernels import Plan
 from te_mx.dispatch.problem import FEW_ROWS, Problem, whole_vectors
 from te_mx.dispatch.registry import register
 
@@ -143,9 +143,6 @@ class Codes(Adaptive):
     def configurations(self, problem: Problem) -> tuple[str, ...]:
         return ()
 
-    def prepared(self, problem: Problem) -> PreparedGemm | None:
-        return None
-
     def parts(self, problem: Problem) -> int:
         if self._unpacked_before(problem):
             return _BEFORE.parts(problem)
@@ -154,24 +151,20 @@ class Codes(Adaptive):
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return best_parts(m, n, k, split_k.multiprocessors(index))
 
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        m, n, k, index = p.lhs.rows, p.rhs.rows, p.lhs.k, p.out.device.index
-        sms = split_k.multiprocessors(index)
-        if faster_before(m, n, k, sms, p.mode.split_k, is_plain_fp4(p.lhs.spec)):
-            whole = not p.mode.split_k or parts_before(m, n, k, sms) == 1
-            before = _IN_BLOCKS[blocks_before(m, n, sms) if whole else ""]
-            return before.multiply(p, scratch)
-        lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
-        done, bias_grad = binding_codes.gemm(
-            rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch,
-            self._parts(index, m, n, k),
-        )  # fmt: skip
-        if not done:
-            made = super().multiply(p, scratch)
-            return made and made._replace(name=ADAPTIVE)
-        if p.epilogue.bias_grad == "operand":
-            bias_grad = binding.operand_sums(lhs, scratch)
-        return Ran(self.name, bias_grad)
+    def make_plan(self, problem: Problem) -> Plan:
+        p = problem
+        sms = split_k.multiprocessors(p.place.index)
+        if self._unpacked_before(p):
+            whole = not p.split_k or parts_before(p.m, p.n, p.k, sms) == 1
+            return _IN_BLOCKS[blocks_before(p.m, p.n, sms) if whole else ""].make_plan(p)
+        in_loop = Products(self.name, p, best_parts(p.m, p.n, p.k, sms), as_is=True)
+        before = super().make_plan(p)
+
+        def multiply(product: Product) -> Ran | None:
+            aligned = product.rhs.codes.data_ptr() % 16 == 0
+            return (in_loop(product) if aligned else None) or before(product)
+
+        return multiply
 
 
 _BEFORE = _Before()

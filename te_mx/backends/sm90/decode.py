@@ -4,7 +4,6 @@ many."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, words_of
-from te_mx.backends.sm90 import binding, binding_grouped
+from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
-from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
 from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
@@ -32,6 +31,54 @@ GATED = ("silu", "qgelu", "gelu")  # x times a sigmoid
 MOST_BESIDE_TILES = 32  # rows, of a weight that the GEMM finds in tiles: it is faster on more
 
 
+class Decoded:
+    """Products of one size, by a record that is made once."""
+
+    __slots__ = ("index", "native", "nbytes", "record", "sizes")
+
+    def __init__(self, p: Problem) -> None:
+        native: Any = binding.native()
+        self.native, self.index, self.sizes = native, p.place.index, (p.m, p.n, p.k)
+        x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (p.lhs, p.rhs))
+        rule, epsilon = split_rule(p.rule)
+        self.record = native.DecodeArgs(
+            m=p.m, n=p.n, k=p.k, w_element=w, x_element=x, x_as_is=not p.lhs,
+            factors=spec_of(p.rhs).format.name in BLOCKWISE, rule=SCALE_RULES[rule],
+            amax_epsilon=epsilon, exact=p.precision == "exact", ldo=p.n, device=self.index,
+        )  # fmt: skip
+        self.nbytes = self.record.workspace_bytes = native.decode_workspace(p.m, p.k, p.groups)
+
+    def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, weight, bias, out_dtype, offs, act, gate = call
+        m, n, k = self.sizes
+        x_MK = x if x.dim() == 2 else x.reshape(m, k)
+        if x_MK.stride(1) != 1:
+            x_MK = x_MK.contiguous()
+        y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
+        args = self.record.copy(
+            w=weight.codes.data_ptr(), x=x_MK.data_ptr(), ldx=x_MK.stride(0),
+            x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), out_dtype=FLOAT_DTYPES[out_dtype],
+            stream=binding.stream(self.index),
+        )  # fmt: skip
+        if bias is not None:
+            bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if offs is not None:
+            offs = grouped.offs_on_device(offs, x.device)
+            args.groups = grouped.groups_of(offs, 0, m)
+        if act is not None:
+            args.activates, args.act = True, ACT_IDS[act]
+        if gate is not None:
+            values = binding.rows_of(gate.values.reshape(m, k))
+            args.gate, args.ldgate = values.data_ptr(), values.stride(0)
+            args.x_act = ACT_IDS[gate.act]
+        scratch = workspace.acquire(x.device, self.nbytes)
+        args.workspace = pointer(scratch)
+        done = binding.supported(self.native.decode(args))
+        workspace.release(scratch, self.nbytes)
+        return (y, DECODE) if done else None
+
+
 class Decode(FrozenKernel):
     """Weights of 8 or 4 bits; inputs quantized to FP8 with scales of the same kind, or of 16 bits
     as they are."""
@@ -45,7 +92,7 @@ class Decode(FrozenKernel):
         problem = problem._replace(rhs=f"{fmt}@any")  # it reads a form of its own
         reason = why_not(problem, formats=MX + BLOCKWISE)
         if reason is None:
-            reason = _why_not_formats(problem.lhs, problem.rhs)
+            reason = why_not_second(problem.rhs) or _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
         if reason is None and problem.m > frozen_rows(problem.groups):
@@ -75,35 +122,8 @@ class Decode(FrozenKernel):
             return None
         return Operand(codes, fits, spec, row.rows, row.k)
 
-    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
-        x, weight, bias, out_dtype, offs, act, gate = call
-        m, n, k = p.m, weight.rows, weight.k
-        words = p.lhs, weight.spec, p.rule, p.precision
-        plan, nbytes = _plan((m, n, k, p.groups), words, p.place.index)
-        x_MK = binding.rows_of(x if x.dim() == 2 else x.reshape(m, k))
-        y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
-        args = plan.copy(
-            w=weight.codes.data_ptr(), x=x_MK.data_ptr(), ldx=x_MK.stride(0),
-            x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), out_dtype=FLOAT_DTYPES[out_dtype],
-        )  # fmt: skip
-        binding.set_execution(args, p.place.index)
-        if bias is not None:
-            bias = bias.contiguous()
-            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
-        if offs is not None:
-            offs = binding_grouped.offs_on_device(offs, x.device)
-            args.groups = binding_grouped.groups_of(offs, 0, m)
-        if act is not None:
-            args.activates, args.act = True, ACT_IDS[act]
-        if gate is not None:
-            values = binding.rows_of(gate.values.reshape(m, k))
-            args.gate, args.ldgate = values.data_ptr(), values.stride(0)
-            args.x_act = ACT_IDS[gate.act]
-        scratch = workspace.acquire(x.device, nbytes)
-        args.workspace, args.workspace_bytes = pointer(scratch), nbytes
-        done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]
-        workspace.release(scratch, nbytes)
-        return (y, self.name) if done else None
+    def make_plan(self, problem: Problem) -> Decoded:
+        return Decoded(problem)
 
 
 def _why_not_formats(lhs: str, rhs: str) -> str | None:
@@ -117,31 +137,6 @@ def _why_not_formats(lhs: str, rhs: str) -> str | None:
     elif x.name not in FORMATS:
         return f"takes inputs in {' and '.join(FORMATS)} with {w.name}, not {x.name}"
     return None
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    sizes: tuple[int, int, int, int], words: tuple[str, str, str, str], index: int
-) -> tuple[Any, int]:
-    """The native record of calls of one size with what does not change between them, and its
-    workspace. sizes: m, n, k, groups; words: specs of both sides, the scale rule, the precision."""
-    m, n, k, groups = sizes
-    lhs, rhs, rule, precision = words
-    native = binding.native()
-    assert native is not None
-    x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (lhs, rhs))
-    rule, epsilon = split_rule(rule)
-    record = native.DecodeArgs(
-        m=m, n=n, k=k, w_element=w, x_element=x, x_as_is=not lhs,
-        factors=spec_of(rhs).format.name in BLOCKWISE, rule=SCALE_RULES[rule],
-        amax_epsilon=epsilon, exact=precision == "exact", ldo=n, device=index,
-    )  # fmt: skip
-    return record, native.decode_workspace(m, k, groups)
-
-
-def forget_plans() -> None:
-    """For tests, which put another native module in place."""
-    _plan.cache_clear()
 
 
 register(Decode())

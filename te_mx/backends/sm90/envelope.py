@@ -5,6 +5,7 @@ from __future__ import annotations
 from te_mx.backends.native import FORMATS, FP4, RULES, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
+from te_mx.layouts import spec_of
 
 MX = FORMATS + FP4
 MX_RULES = (*RULES, "even")
@@ -28,3 +29,20 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
     if problem.op in COUNTED and max(problem.m, problem.n, problem.k) > MOST:
         return f"counts sizes up to {MOST}"
     return None
+
+
+def why_not_weights(problem: Problem) -> str | None:
+    """Why no kernel quantizes weights of groups in one launch to what a problem asks for."""
+    reasons = (why_not_second(spec) for spec in (problem.lhs, problem.rhs) if spec)
+    return next((reason for reason in reasons if reason), None)
+
+
+def why_not_second(spec: str) -> str | None:
+    """Why no kernel on FP8 tensor cores takes an operand as the right one of a product, nor makes
+    weights of it: E5M2, of more range and fewer bits, is for gradients, which are left ones."""
+    fmt = spec_of(spec).format
+    if fmt.element.name != "e5m2":
+        return None
+    return (
+        f"takes {fmt.name} on the left of products, as gradients are, not on the right as weights"
+    )

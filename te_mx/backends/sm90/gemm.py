@@ -3,65 +3,185 @@ bf16."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.native import FP4, native_operand, words_of
-from te_mx.backends.sm90 import (
-    binding,
-    binding_exact,
-    binding_prepared,
-    split_k,
-    ways,
-)
-from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
+from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS, LAYOUTS, pointer
+from te_mx.backends.native import FP4, fields_of, record_of
+from te_mx.backends.reference import torch_gemm
+from te_mx.backends.sm90 import binding, split_k, ways
+from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD, packed_values
+from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Product, Ran
-from te_mx.dispatch.kernels import Kernel, PreparedGemm, Wants
+from te_mx.dispatch.calls import Epilogue, Product, Ran
+from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
-_MOST_CALLS = 4096
+_TILES, _F32 = LAYOUTS["sm90"], torch.float32
+_LARGE = 1 << 23  # elements of a result that fills the GPU without splitting k
 
 
-class Scratches:
-    """Workspaces of one call, given back when it is enqueued."""
+def operand_sums(operand: Operand) -> Tensor:
+    """fp32 [rows]: the sum over k of an operand's values, in an order that only sizes decide."""
+    rows, k, fmt, layout = operand.rows, operand.k, operand.format, operand.layout
+    if fmt.scaling.scale == "fp32":
+        return operand.values(torch.float64).sum(1).to(_F32)
+    if layout.name not in binding.PLAIN_LAYOUTS:
+        return packed_values(operand, k, fmt.untransformed.name).sum(1).to(_F32)
+    device = operand.codes.device
+    if fmt.untransformed.name in FP4:
+        p = Problem("dequantize", place_of(device), operand.spec, "", rows, k, dtype=_F32)
+        values = Dequantizer(p).as_codes_lie(operand)
+        assert values is not None
+        return values.sum(0 if layout.k_first else 1)
+    native: Any = binding.native()
+    sums = torch.empty(rows, dtype=_F32, device=device)
+    nbytes = native.row_sums_workspace_bytes(rows, k, layout.k_first)
+    args = native.RowSumsArgs(operand=record_of(native, operand), out=sums.data_ptr())
+    scratch = workspace.acquire(device, nbytes)
+    args.workspace, args.workspace_bytes = pointer(scratch), nbytes
+    binding.set_execution(args, device.index)
+    status = native.row_sums(args)
+    workspace.release(scratch, nbytes)
+    if not binding.supported(status):
+        raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")
+    return sums
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.held: list[tuple[Tensor | None, int]] = []
 
-    def __call__(self, nbytes: int) -> Tensor | None:
-        self.held.append((workspace.acquire(self.device, nbytes), nbytes))
-        return self.held[-1][0]
+class _Pack(NamedTuple):
+    """A side that is packed first: the record of that, and where in the workspace to."""
 
-    def release(self) -> None:
-        for buffer, nbytes in self.held:
-            workspace.release(buffer, nbytes)
+    side: str
+    record: Any
+    codes_at: int
+    scales_at: int
 
 
-class Scratched(Kernel):
-    """A GEMM that takes its workspaces as it goes, and gives them back when it is enqueued."""
+class Products:
+    """Products of operands of one size, whose records are made once. Operands that are not packed
+    yet are packed in the workspace, those of MXFP4 that lie by rows in one launch; their exponents
+    may be others than those that a conversion gives, the product is not.
 
-    op = "gemm"
+    parts: of K. tile: the configuration, -1 where native code chooses; full: whether it has GELU,
+    aux and bias gradients too. as_is: the kernel reads 4-bit codes where they lie.
+    """
 
-    def run(self, p: Product) -> Ran | None:
-        scratch = Scratches(p.out.device)
-        made = self.multiply(p, scratch)
-        scratch.release()
-        if made is not None and not p.out.is_inference():
-            torch.autograd.graph.increment_version(p.out)
-        return made
+    __slots__ = (
+        "fp4", "full", "gemm", "index", "name", "native", "nbytes", "own_at", "packs", "record",
+        "tile", "workspace_bytes",
+    )  # fmt: skip
 
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        raise NotImplementedError
+    def __init__(
+        self, name: str, p: Problem, parts: int, tile: int = -1, full: bool = True,
+        as_is: bool = False,
+    ) -> None:  # fmt: skip
+        native: Any = binding.native()
+        self.name, self.native, self.index = name, native, p.place.index
+        self.tile, self.full = tile, full
+        self.gemm = native.gemm_codes if as_is else native.gemm
+        self.workspace_bytes = native.codes_workspace_bytes if as_is else native.workspace_bytes
+        self.record = native.GemmArgs(
+            lhs_rows=p.m, lhs_k=p.k, rhs_rows=p.n, rhs_k=p.k, ldo=p.n,
+            out_dtype=FLOAT_DTYPES[p.dtype], parts=parts, kernel=tile, device=self.index,
+            **fields_of(p.lhs, "lhs"), **fields_of(p.rhs, "rhs"),
+        )  # fmt: skip
+        at, packs = 0, []
+        for side, spec, rows in (("lhs", p.lhs, p.m), ("rhs", p.rhs, p.n)):
+            fp4 = is_plain_fp4(spec)
+            if spec_of(spec).layout.name in binding.PLAIN_LAYOUTS and not (as_is and fp4):
+                nbytes, scales_at = native.packed_bytes(rows, p.k)
+                record = native.PackArgs(
+                    rows=rows, k=p.k, out_layout=_TILES, spread=p.spread, device=self.index,
+                    **fields_of(spec),
+                )  # fmt: skip
+                packs.append((not fp4, _Pack(side, record, at, at + scales_at)))
+                setattr(self.record, f"{side}_layout", _TILES)
+                at += nbytes
+        packs.sort(key=lambda one: one[0])
+        self.fp4 = sum(not rest for rest, _ in packs)
+        self.packs, self.own_at = tuple(pack for _, pack in packs), at
+        self.nbytes = self.record.workspace_bytes = self.workspace_bytes(self.record)
+
+    def __call__(self, p: Product) -> Ran | None:
+        lhs, rhs, epilogue, out, aux, _ = p
+        bias, gelu, gelu_in, kind, accumulate = epilogue
+        stream, bias_grad, own = binding.stream(self.index), None, self.nbytes
+        args = self.record.copy(
+            lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(),
+            rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), out=out.data_ptr(),
+            stream=stream, accumulate=accumulate,
+        )  # fmt: skip
+        if not (bias is None and gelu is None and gelu_in is None and kind is None):
+            bias_grad, _alive = self._finish(args, epilogue, out, aux)
+            own = args.workspace_bytes = self.workspace_bytes(args)
+        nbytes, scratch = self.own_at + own, None
+        if nbytes:
+            scratch = workspace.acquire(out.device, nbytes)
+            base: int = pointer(scratch)
+            if self.packs:
+                self._pack(args, {"lhs": lhs, "rhs": rhs}, base, stream)
+            args.workspace = base + self.own_at
+        done = binding.supported(self.gemm(args))
+        if nbytes:
+            workspace.release(scratch, nbytes)
+        if not done:
+            return None
+        return Ran(self.name, operand_sums(lhs) if kind == "operand" else bias_grad)
+
+    def _finish(
+        self, args: Any, epilogue: Epilogue, out: Tensor, aux: Tensor | None
+    ) -> tuple[Tensor | None, object]:
+        """Write an epilogue into the record of a call: the bias gradient of the result that it
+        fills, and what must live until it is enqueued."""
+        bias, gelu, gelu_in, kind, _ = epilogue
+        if not self.full and not (gelu is None and gelu_in is None and kind is None):
+            args.kernel = -1
+        if bias is not None:
+            bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if gelu is not None:
+            args.gelu = GELUS[gelu]
+        if aux is not None:
+            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
+        if gelu_in is not None:
+            gelu_in = gelu_in.contiguous()
+            if gelu_in.data_ptr() % 16:  # read so many bytes at once: a view may start between
+                gelu_in = gelu_in.clone()
+            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
+        bias_grad = None
+        if kind == "result":
+            bias_grad = torch.empty(out.shape[1], dtype=_F32, device=out.device)
+            args.bias_grad_kind, args.bias_grad = BIAS_GRADS["result"], bias_grad.data_ptr()
+        return bias_grad, (bias, gelu_in)
+
+    def _pack(self, args: Any, sides: dict[str, Operand], base: int, stream: int) -> None:
+        """Pack what is plain, and let the record of a call read that."""
+        native, due = self.native, []
+        for side, record, codes_at, scales_at in self.packs:
+            operand, codes, scales = sides[side], base + codes_at, base + scales_at
+            due.append(record.copy(
+                codes=operand.codes.data_ptr(), scales=operand.scales.data_ptr(),
+                out_codes=codes, out_scales=scales, stream=stream,
+            ))  # fmt: skip
+            setattr(args, f"{side}_codes", codes)
+            setattr(args, f"{side}_scales", scales)
+        if self.fp4:
+            unpack = native.unpack if self.fp4 == 1 else native.unpack_two
+            if binding.supported(unpack(*due[: self.fp4])):
+                due = due[self.fp4 :]
+        if not all(binding.supported(native.pack(one)) for one in due):
+            raise RuntimeError(
+                "te_mx internal error: the Hopper kernels do not pack these operands"
+            )
 
 
 def is_plain_fp4(spec: str) -> bool:
@@ -70,68 +190,19 @@ def is_plain_fp4(spec: str) -> bool:
     return fmt.untransformed.name in FP4 and layout.name == "rows"
 
 
-class Adaptive(Scratched):
+class Adaptive(Kernel):
     """FP8 tensor cores; scales of tiles of 128 x 128 are aligned."""
 
-    name, rank = ADAPTIVE, 0
-
-    def __init__(self) -> None:
-        # Calls without an epilogue whose record is made: what they are for, and themselves.
-        self._calls: dict[tuple[Any, ...], binding_prepared.PreparedGemm | None] = {}
-
-    def run(self, p: Product) -> Ran | None:
-        bias, gelu, gelu_in, bias_grad, accumulate = p.epilogue
-        if bias is None and gelu is None and gelu_in is None and bias_grad is None:
-            call = self._call(p)
-            if call is not None and call.run(p.lhs, p.rhs, p.out, accumulate):
-                if not p.out.is_inference():
-                    torch.autograd.graph.increment_version(p.out)
-                return Ran(self.name, None)
-        return super().run(p)
-
-    def _call(self, p: Product) -> binding_prepared.PreparedGemm | None:
-        """The call of a product, which is made once for its sizes."""
-        lhs, rhs, out = p.lhs, p.rhs, p.out
-        key = (
-            lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, out.dtype, out.device, p.mode.spread,
-            p.mode.split_k, self.configuration,
-        )  # fmt: skip
-        found = self._calls.get(key)
-        if found is None and key in self._calls:
-            return None
-        if found is None or found.native is not binding.native():
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            found = self._calls[key] = self._made(p)
-        return found
-
-    def _made(self, p: Product) -> binding_prepared.PreparedGemm | None:
-        lhs, rhs = p.lhs, p.rhs
-        problem = Problem(
-            "gemm", place_of(p.out.device), lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k,
-            dtype=p.out.dtype, spread=p.mode.spread, split_k=p.mode.split_k,
-        )  # fmt: skip
-        return self._as_they_lie(problem)
-
-    def _as_they_lie(self, problem: Problem) -> binding_prepared.PreparedGemm | None:
-        specs = problem.lhs, problem.rhs
-        plain = [order for _, order in map(words_of, specs) if order != "sm90"]
-        if not all(order in ("k_last", "k_first") for order in plain):
-            return None
-        if any(map(is_plain_fp4, specs)):  # one launch unpacks both
-            return None
-        side = binding_prepared.Side
-        return self._prepared(problem, *(side(*words_of(spec)) for spec in specs))
-
-    def once(self, problem: Problem) -> PreparedGemm | None:
-        made = self._as_they_lie(problem)
-        return None if made is None else made.run
+    op, name, rank = "gemm", ADAPTIVE, 0
 
     def accepts(self, problem: Problem) -> str | None:
+        fp4 = [spec_of(spec).format.untransformed.name in FP4 for spec in problem[2:4]]
+        if all(fp4):  # which the quantizer also packs where it rounds them stochastically
+            problem = problem._replace(rule=split_rule(problem.rule)[0])
         reason = why_not(problem, "rows", "cols", "sm90")
         if reason is None and problem.precision != "adaptive":
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return reason
+        return reason or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
         layout = f"sm90:{problem.spread}"
@@ -172,55 +243,88 @@ class Adaptive(Scratched):
             return operand
         return run.convert(operand, f"{operand.format.name}@{self.wants(problem).row}")
 
-    def prepared(self, problem: Problem) -> PreparedGemm | None:
-        # NOTE: of operands that were prepared, whatever the problem says of how they lay before.
-        side = binding_prepared.Side
-        lhs, rhs = (side(words_of(spec)[0]) for spec in (problem.lhs, problem.rhs))
-        return self._prepared(problem, lhs, rhs).run
-
-    def _prepared(
-        self, problem: Problem, lhs: binding_prepared.Side, rhs: binding_prepared.Side
-    ) -> binding_prepared.PreparedGemm:
+    def make_plan(self, problem: Problem) -> Plan:
+        way = ways.way_of(self.configuration)
         parts = self.parts(problem) if problem.split_k else 1
-        tile = ways.way_of(self.configuration).tile
-        return binding_prepared.PreparedGemm(problem, lhs, rhs, parts, tile)
-
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
-        parts, tile, e = 1, -1, p.epilogue
-        if p.mode.split_k:
-            parts = self._parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
-        if self.configuration:
-            way = ways.way_of(self.configuration)
-            full = e.gelu is not None or e.gelu_in is not None or e.bias_grad is not None
-            tile = way.tile if way.full or not full else -1
-        done, bias_grad = binding.gemm(
-            rhs, lhs, e, p.out, p.aux, p.mode.spread, scratch, parts, tile
-        )
-        if not done:
-            return None
-        if p.epilogue.bias_grad == "operand":
-            bias_grad = binding.operand_sums(lhs, scratch)
-        return Ran(self.name, bias_grad)
+        return Products(ADAPTIVE, problem, parts, way.tile, way.full)
 
 
-class Exact(Scratched):
-    """Codes times scales as bf16, cuBLAS."""
+class Exact(Kernel):
+    """Codes times scales as bf16, cuBLAS: for precision "exact", and for what the FP8 tensor cores
+    have no kernels for. bf16 holds every code times its scale exactly inside its own range (2^-133
+    to 2^128)."""
 
-    name, rank = EXACT, 1
+    op, name, rank = "gemm", EXACT, 1
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols")
-        if reason is None and problem.precision != "exact":
+        if reason is None and problem.precision != "exact" and not why_not_second(problem.rhs):
             reason = f"is for precision 'exact', this asks for {problem.precision!r}"
         return reason
 
     def wants(self, problem: Problem) -> Wants:
         return Wants("rows", "rows")
 
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
-        return Ran(self.name, binding_exact.gemm(rhs, lhs, p.epilogue, p.out, p.aux, scratch))
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
+
+    def note(self, problem: Problem) -> str:
+        why = why_not_second(problem.rhs) if problem.precision == "adaptive" else None
+        return f"{ADAPTIVE} {why}" if why else ""
+
+    def make_plan(self, problem: Problem) -> ExactProducts:
+        return ExactProducts(problem)
+
+
+class ExactProducts:
+    """Products of one size: both operands are upcast in a workspace, in a pass that is bound by
+    memory, and multiplied by cuBLAS without transposing."""
+
+    def __init__(self, p: Problem) -> None:
+        asked = p._replace(op="dequantize", dtype=torch.bfloat16)
+        self.lhs = Dequantizer(asked._replace(lhs=p.lhs, n=p.k))
+        self.rhs = Dequantizer(asked._replace(lhs=p.rhs, m=p.n, n=p.k))
+        self.rhs_at, rest = (2 * ((rows * p.k + 127) // 128 * 128) for rows in (p.m, p.n))
+        self.nbytes = self.rhs_at + rest
+
+    def __call__(self, p: Product) -> Ran:
+        scratch = workspace.acquire(p.out.device, self.nbytes)
+        assert scratch is not None
+        left = self._values(self.lhs, p.lhs, scratch)
+        right = self._values(self.rhs, p.rhs, scratch[self.rhs_at :]).t()
+        made = Ran(EXACT, self._times(left, right, p))
+        workspace.release(scratch, self.nbytes)
+        return made
+
+    @staticmethod
+    def _values(by: Dequantizer, operand: Operand, scratch: Tensor) -> Tensor:
+        """An operand in bf16 [rows, k]."""
+        room = scratch[: 2 * operand.rows * operand.k].view(torch.bfloat16).view(by.shape)
+        if by.as_codes_lie(operand, room) is None:
+            raise RuntimeError(
+                "te_mx internal error: the Hopper kernels do not upcast this operand"
+            )
+        return room.t() if by.k_first else room
+
+    @staticmethod
+    def _times(left: Tensor, right: Tensor, p: Product) -> Tensor | None:
+        """out = epilogue(left @ right); the bias gradient or None."""
+        epilogue, out, bias = p.epilogue, p.out, p.epilogue.bias
+        if epilogue._replace(bias=None) == Epilogue():
+            if bias is None and out.dtype == _F32:
+                torch.mm(left, right, out_dtype=_F32, out=out)
+                return None
+            # NOTE: for small results cuBLAS may split k and add the parts in bf16.
+            if out.dtype == torch.bfloat16 and out.numel() >= _LARGE:
+                if bias is None:
+                    torch.mm(left, right, out=out)
+                    return None
+                if bias.dtype == torch.bfloat16:
+                    torch.addmm(bias, left, right, out=out)
+                    return None
+        sums = torch.mm(left, right, out_dtype=_F32)
+        bias_grad = operand_sums(p.lhs) if epilogue.bias_grad == "operand" else None
+        return torch_gemm.finish(sums, bias_grad, epilogue, out, p.aux)
 
 
 register(Adaptive())

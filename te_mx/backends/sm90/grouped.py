@@ -1,23 +1,28 @@
-"""Grouped problems on Hopper: one launch for all groups, whose ends may stand on the device."""
+"""Grouped problems on Hopper: one launch quantizes all groups, one multiplies them. Ends of groups
+may stand on the device, which reads them, and nothing here waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import PLAIN
+from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, SCALE_RULES, typed_address
 from te_mx.backends.native import (
-    native_operand,
-    native_stack,
+    fields_of,
+    fields_to,
+    is_aligned,
     one_read,
     one_read_of_weights,
+    record_of,
     words_of,
 )
-from te_mx.backends.sm90 import binding_grouped, binding_weights
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
 from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.dispatch.grouped_calls import (
     GroupedK,
     GroupedRows,
@@ -25,14 +30,15 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeGroups,
     QuantizeWeights,
     StackedParts,
-    stacks_of,
 )
 from te_mx.dispatch.groups import host_bounds, known_to_host
 from te_mx.dispatch.kernels import Kernel, Wants
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import MOST, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
+
+_MOST_PLACES = 256  # te_mx/sm90.h
 
 
 def check_ends(groups: Groups, rows: int) -> None:
@@ -40,8 +46,210 @@ def check_ends(groups: Groups, rows: int) -> None:
         host_bounds(*groups, rows)  # says what is wrong with them
 
 
-def _spread(spec: str) -> int:
-    return getattr(spec_of(spec).layout, "spread", PLAIN)
+def _native() -> Any:
+    return binding.native()  # the envelope asked whether it is there
+
+
+def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
+    """End offsets on the device. Those of the CPU travel as arguments of a kernel: no copy from
+    memory that a CUDA graph could not read again.
+    """
+    if not offs.is_cpu:
+        return offs.contiguous()
+    there = torch.empty(len(offs), dtype=torch.int32, device=device)
+    index = there.device.index
+    status = _native().upload_ends(offs.tolist(), there.data_ptr(), binding.stream(index), index)
+    expect(status, "end offsets")
+    return there
+
+
+def expect(status: int, what: str) -> None:
+    if not binding.supported(status):
+        raise RuntimeError(
+            f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
+            "columns and rows of all weights in 31 bits"
+        )
+
+
+def groups_of(offs: Tensor, capacity: int, rows: int) -> Any:
+    """The native record of groups whose ends are on the device."""
+    return _native().Groups(
+        count=len(offs), rows=rows, ends=offs.data_ptr(), ends_int32=offs.dtype == torch.int32,
+        capacity=capacity,
+    )  # fmt: skip
+
+
+def _empty_tokens(spec: str, rows: int, k: int, groups: int, device: torch.device) -> Operand:
+    fmt, layout = spec_of(spec)
+    return Operand(*layout.grouped_empty(fmt, rows, k, groups, device), spec, rows, k)
+
+
+def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
+    """Write where one direction goes into a native record."""
+    setattr(args, f"{side}_codes", to.codes.data_ptr())
+    setattr(args, f"{side}_scales", to.scales.data_ptr())
+
+
+def quantize_groups(what: QuantizeGroups) -> Quantized:
+    """The tokens of all groups, which are not empty, in one read."""
+    x, (offs, capacity), row_spec, col_spec, rule, col_sum = what[:6]
+    check_ends(what.groups, len(x))
+    (rows, cols), groups, device = x.shape, len(offs), x.device
+    x, offs = binding.rows_of(x), offs_on_device(offs, device)
+    args = _native().GroupedQuantizeArgs(
+        x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
+        x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows),
+        **fields_to(row_spec, col_spec, rule),
+    )  # fmt: skip
+    row = col = sums = partial = None
+    if row_spec:
+        row = _empty_tokens(row_spec, rows, cols, groups, device)
+        _set_side(args, "row", row)
+    if col_spec:
+        col = _empty_tokens(col_spec, cols, rows, groups, device)
+        _set_side(args, "col", col)
+    if col_sum:
+        sums = torch.empty((groups, cols), dtype=torch.float32, device=device)
+        partial = torch.empty((group_tiles(rows, groups), cols), dtype=torch.float32, device=device)
+        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+    binding.set_execution(args, device.index)
+    status = _native().quantize_grouped(args)
+    expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
+    return Quantized(row, col, sums)
+
+
+def sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
+    """Addresses of weights [rows, cols], elements between their rows, their dtype, and what must
+    live until they are read."""
+    if isinstance(weights, Tensor):
+        if weights.stride(2) != 1:
+            weights = weights.contiguous()
+        start, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
+        addresses = [start + i * step for i in range(len(weights))]
+        return addresses, weights.stride(1), weights.dtype, weights
+    first = weights[0]
+    stride, dtype = first.stride(), first.dtype
+    if stride[1] != 1 or any(w.stride() != stride or w.dtype != dtype for w in weights):
+        common = dtype if len({FLOAT_DTYPES[w.dtype] for w in weights}) == 1 else torch.float32
+        weights = [w.to(common).contiguous() for w in weights]
+        stride, dtype = weights[0].stride(), common
+    return [w.data_ptr() for w in weights], stride[0], dtype, weights
+
+
+def quantize_weights(what: QuantizeWeights) -> StackedParts:
+    """The weights of all groups, which are not empty, in one read."""
+    weights, row_spec, col_spec, rule = what
+    packed = [spec for spec in (row_spec, col_spec) if spec and not _is_plain(spec)]
+    turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
+    if turned and packed and not any(map(is_aligned, packed)):
+        # They lie [G, cols, rows]. Packed rows of a matrix are the packed columns of the turned
+        # one, so what is asked for is made as it lies, without a copy.
+        made_col, made_row = _quantize_weights(
+            QuantizeWeights(weights.transpose(1, 2), col_spec, row_spec, rule)  # type: ignore[union-attr]
+        )
+        return made_row, made_col
+    return _quantize_weights(what)
+
+
+def _is_plain(spec: str) -> bool:
+    return spec_of(spec).layout.name in binding.PLAIN_LAYOUTS
+
+
+def _quantize_weights(what: QuantizeWeights) -> StackedParts:
+    weights, row_spec, col_spec, rule = what
+    groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
+    addresses, stride, dtype, _alive = sources(weights)
+    args = _native().QuantizeArgs(
+        x_rows=rows, x_cols=cols, x_row_stride=stride, x_dtype=FLOAT_DTYPES[dtype],
+        **fields_to(row_spec, col_spec, rule),
+    )  # fmt: skip
+    row = col = None
+    if row_spec:
+        row = binding.empty_stack(row_spec, groups, rows, cols, device)
+        _set_side(args, "row", row)
+    if col_spec:
+        col = binding.empty_stack(col_spec, groups, cols, rows, device)
+        _set_side(args, "col", col)
+    binding.set_execution(args, device.index)
+    status = _native().quantize_stacked(args, addresses)
+    expect(status, f"{groups} weights of {(rows, cols)}")
+    return row, col
+
+
+def _pack_args(weights: Stack, made: Stack) -> Any:
+    """The native record of contiguous plain weights that are packed."""
+    args = _native().PackArgs(
+        operand=record_of(_native(), weights), out_codes=made.codes.data_ptr(),
+        out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
+        spread=spec_of(made.spec).layout.spread,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    binding.set_execution(args, weights.codes.device.index)
+    return args
+
+
+def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread: int) -> Stack:
+    """Contiguous plain weights in tiles, for a product with groups of `rows` rows: those frozen
+    without masters, and those of which a recipe keeps one copy. The operands of groups without rows
+    are left uninitialized: nobody reads them, and a few tokens then need a few experts only. offs
+    is on the device."""
+    sizes = weights.groups, weights.rows, weights.k
+    made = binding.empty_stack(f"{weights.format.name}@sm90:{spread}", *sizes, offs.device)
+    args = _pack_args(weights, made)
+    args.groups = groups_of(offs, capacity, rows)
+    status = _native().pack_stacked(args)
+    expect(status, f"{weights.groups} plain weights of {sizes[1:]}")
+    return made
+
+
+def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+    """The one of several matrices [n, m] that lies first, and how many rows behind it each begins;
+    None unless these are whole numbers that the kernel can count.
+
+    Slices of one buffer, in any order and with gaps of whole rows, are what this is for.
+    """
+    first = min(outs, key=Tensor.data_ptr)
+    base, row = first.data_ptr(), first.shape[1] * first.element_size()
+    behind = [out.data_ptr() - base for out in outs]
+    if len(outs) > _MOST_PLACES or any(b % row for b in behind):
+        return None
+    rows = [b // row for b in behind]
+    return None if max(rows) + len(first) > MOST else (first, rows)
+
+
+def gemm_rows(p: GroupedRows, rhs: Stack) -> None:
+    """The rows of all groups times their packed weights, all of them not empty."""
+    bias = None if p.bias is None else p.bias.contiguous()
+    offs = offs_on_device(p.groups.offs, p.out.device)
+    args = _gemm_args(p.lhs, rhs, len(p.out), rhs.rows, rhs.k, p.out)
+    args.bias, args.bias_dtype = typed_address(bias)
+    args.groups = groups_of(offs, p.groups.capacity, len(p.out))
+    status = _native().gemm_grouped(args)
+    expect(status, f"groups of rows of {tuple(p.out.shape)} and {rhs.groups} weights")
+
+
+def gemm_k(p: GroupedK, out: Tensor, first_rows: Sequence[int] = ()) -> None:
+    """The products over the k of all groups, of packed operands that are not empty. With
+    first_rows, `out` [n, m] is the product that lies first in memory, and that of group i begins
+    first_rows[i] rows behind it."""
+    check_ends(p.groups, p.lhs.k)
+    offs = offs_on_device(p.groups.offs, out.device)
+    args = _gemm_args(p.lhs, p.rhs, p.lhs.rows, p.rhs.rows, 0, out)
+    args.along_k, args.accumulate = True, p.accumulate
+    args.groups = groups_of(offs, p.groups.capacity, p.lhs.k)
+    status = _native().gemm_grouped(args, first_rows)
+    expect(status, f"products of {tuple(out.shape)}")
+
+
+def _gemm_args(lhs: Operand, rhs: Operand | Stack, m: int, n: int, k: int, out: Tensor) -> Any:
+    """The native record of a grouped GEMM, but for groups."""
+    args = _native().GroupedGemmArgs(
+        lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(), lhs_rows=m, lhs_k=k,
+        rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), rhs_rows=n, rhs_k=k,
+        out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[-1],
+        **fields_of(lhs.spec, "lhs"), **fields_of(rhs.spec, "rhs"),
+    )  # fmt: skip
+    binding.set_execution(args, out.device.index)
+    return args
 
 
 class HopperQuantizeGroups(Kernel):
@@ -51,18 +259,7 @@ class HopperQuantizeGroups(Kernel):
         return why_not(problem, "sm90_rows", "sm90_k") or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized:
-        x, (offs, capacity), row, col, rule, col_sum = what[:6]
-        check_ends(what.groups, len(x))
-        rows, cols = x.shape
-        parts = binding_grouped.quantize(
-            x, offs, capacity, words_of(row or col)[0], bool(row), bool(col), rule, col_sum,
-            _spread(row or col),
-        )  # fmt: skip
-        return Quantized(
-            Operand(parts.row_codes, parts.row_scales, row, rows, cols) if row else None,  # type: ignore[arg-type]
-            Operand(parts.col_codes, parts.col_scales, col, cols, rows) if col else None,  # type: ignore[arg-type]
-            parts.col_sum,
-        )
+        return quantize_groups(what)
 
 
 class HopperQuantizeWeights(Kernel):
@@ -70,31 +267,11 @@ class HopperQuantizeWeights(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "sm90", "rows", "cols")
-        return reason or one_read_of_weights(problem.lhs, problem.rhs)
+        reason = reason or one_read_of_weights(problem.lhs, problem.rhs)
+        return reason or why_not_weights(problem)
 
     def run(self, what: QuantizeWeights) -> StackedParts:
-        weights, row, col, rule = what
-        turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
-        if turned and _spread(row or col) != PLAIN:
-            return self._run_turned(weights, row, col, rule)  # type: ignore[arg-type]
-        parts = binding_grouped.quantize_weights(
-            weights, words_of(row or col)[0], (bool(row), bool(col)), rule, _spread(row or col)
-        )
-        return stacks_of(parts, what)
-
-    def _run_turned(self, weights: Tensor, row: str, col: str, rule: str) -> StackedParts:
-        """Weights that lie [G, cols, rows]. Packed rows of a matrix are the packed columns of the
-        turned one, so what is asked for is made as it lies, without a copy."""
-        turned = QuantizeWeights(weights.transpose(1, 2), col, row, rule)
-        parts = binding_grouped.quantize_weights(
-            turned.weights,
-            words_of(row or col)[0],
-            (bool(col), bool(row)),
-            rule,
-            _spread(row or col),
-        )
-        made_col, made_row = stacks_of(parts, turned)
-        return made_row, made_col
+        return quantize_weights(what)
 
 
 class HopperColumnsOfWeights(Kernel):
@@ -106,12 +283,16 @@ class HopperColumnsOfWeights(Kernel):
         )
         if reason is None and words_of(problem.lhs)[0] != words_of(problem.rhs)[0]:
             reason = "keeps the format"
-        return reason
+        return reason or why_not_second(problem.rhs)
 
     def run(self, row: Stack, col: str, rule: str) -> Stack:
         row = row._replace(codes=row.codes.contiguous(), scales=row.scales.contiguous())
-        made = binding_weights.columns_of_weights(native_stack(row), rule, _spread(col))
-        return Stack(*made, col, row.groups, row.k, row.rows)
+        made = binding.empty_stack(col, row.groups, row.k, row.rows, row.codes.device)
+        args = _pack_args(row, made)
+        args.groups_count, args.rule = row.groups, SCALE_RULES[rule]
+        status = _native().columns_of_stacked(args)
+        expect(status, f"the columns of {row.groups} plain weights of {(row.rows, row.k)}")
+        return made
 
 
 class HopperGemmRows(Kernel):
@@ -123,7 +304,7 @@ class HopperGemmRows(Kernel):
         reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
             problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
         )
-        return reason or not_adaptive(problem)
+        return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"
@@ -132,12 +313,13 @@ class HopperGemmRows(Kernel):
         return Wants(f"sm90_rows:{problem.spread}", f"sm90_k:{problem.spread}")
 
     def run(self, p: GroupedRows) -> str:
-        (offs, capacity), rhs, rows = p.groups, native_stack(p.rhs), p.lhs.rows
+        (offs, capacity), rhs, rows = p.groups, p.rhs, p.lhs.rows
         check_ends(p.groups, rows)
-        if rhs.order != "sm90":
-            offs = binding_grouped.offs_on_device(offs, p.out.device)  # once for both kernels
-            rhs = binding_weights.pack_weights(rhs, offs, capacity, rows, p.mode.spread)
-        binding_grouped.gemm_rows(rhs, native_operand(p.lhs), offs, capacity, p.bias, p.out)
+        if _is_plain(rhs.spec):
+            offs = offs_on_device(offs, p.out.device)  # once for both kernels
+            p = p._replace(groups=Groups(offs, capacity))
+            rhs = pack_weights(rhs, offs, capacity, rows, p.mode.spread)
+        gemm_rows(p, rhs)
         return self.name
 
 
@@ -151,27 +333,21 @@ class HopperGemmK(Kernel):
     op, name = "gemm_k", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem, "sm90_k") or not_adaptive(problem)
+        reason = why_not(problem, "sm90_k") or not_adaptive(problem)
+        return reason or why_not_second(problem.rhs)
 
     def run(self, p: GroupedK) -> str:
-        check_ends(p.groups, p.lhs.k)
-        binding_grouped.gemm_k(
-            native_operand(p.rhs), native_operand(p.lhs), *p.groups, p.lhs.k, p.out, p.accumulate
-        )
+        gemm_k(p, p.out)
         if not p.out.is_inference():
             torch.autograd.graph.increment_version(p.out)
         return self.name
 
     def run_into(self, p: GroupedK, outs: Sequence[Tensor]) -> str | None:
         """The same into a tensor for each group; None where one launch does not reach them."""
-        places = binding_grouped.places_of(outs)
+        places = places_of(outs)
         if places is None:
             return None
-        check_ends(p.groups, p.lhs.k)
-        binding_grouped.gemm_k(
-            native_operand(p.rhs), native_operand(p.lhs), *p.groups, p.lhs.k, places[0],
-            p.accumulate, places[1],
-        )  # fmt: skip
+        gemm_k(p, *places)
         for out in outs:
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)
@@ -188,7 +364,7 @@ class HopperMoveEnds(Kernel):
         return why_not(problem, "sm90_rows")
 
     def run(self, offs: Tensor, device: torch.device) -> Tensor:
-        return binding_grouped.offs_on_device(offs, device)
+        return offs_on_device(offs, device)
 
 
 for _kernel in (

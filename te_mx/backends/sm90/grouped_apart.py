@@ -10,6 +10,7 @@ import torch
 from te_mx.backends.reference.grouped import stacked
 from te_mx.backends.sm90.grouped import HopperQuantizeGroups, HopperQuantizeWeights
 from te_mx.backends.sm90.quantize import HopperDequantize
+from te_mx.dispatch import run
 from te_mx.dispatch.grouped_calls import QuantizeGroups, QuantizeWeights, StackedParts
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
@@ -74,8 +75,7 @@ class HopperColumnsDecoded(Kernel):
         for first in range(0, row.groups, step):
             codes, scales = (t[first : first + step].flatten(0, 1) for t in row[:2])
             rows = Operand(codes, scales, row.spec, len(codes), row.k)
-            values = HopperDequantize().run(rows, dtype)
-            assert values is not None
+            values = run.dequantize(rows, dtype)
             weights = values.view(-1, row.rows, row.k)
             stack = HopperQuantizeWeights().run(QuantizeWeights(weights, "", col, rule))[1]
             assert stack is not None

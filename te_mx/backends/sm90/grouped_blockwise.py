@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from te_mx.backends.native import is_aligned, native_operand, native_stack, one_read_of_weights
-from te_mx.backends.sm90 import binding_blockwise, binding_grouped
+from te_mx.backends.native import is_aligned, one_read_of_weights
 from te_mx.backends.sm90.blockwise import (
     ALIGNED,
     FORMATS,
@@ -17,67 +16,54 @@ from te_mx.backends.sm90.blockwise import (
     as_factors,
     columns_for,
     makes_both,
-    not_low,
+    why_not_sides,
 )
-from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.grouped import HopperGemmK, HopperMoveEnds, check_ends, not_adaptive
+from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
+from te_mx.backends.sm90.grouped import (
+    HopperGemmK,
+    HopperMoveEnds,
+    HopperQuantizeGroups,
+    HopperQuantizeWeights,
+    check_ends,
+    gemm_rows,
+    not_adaptive,
+)
 from te_mx.backends.sm90.layouts.factors import (
     SM90_FACTOR_K,
     SM90_FACTOR_ROWS,
     SM90_FACTORS,
     factors_of_tiles,
 )
-from te_mx.dispatch.grouped_calls import (
-    GroupedK,
-    GroupedRows,
-    QuantizeGroups,
-    QuantizeWeights,
-    StackedParts,
-)
+from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows
 from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Quantized, Stack
+from te_mx.layouts.operand import Stack
 
 ROWS, COLUMNS = SM90_FACTOR_ROWS.name, SM90_FACTOR_K.name
 ALIGNED_COLUMNS = "sm90_k"  # up to the colon
 
 
-class BlockwiseQuantizeGroups(Kernel):
-    op, name = "quantize_grouped", NAME
+class BlockwiseQuantizeGroups(HopperQuantizeGroups):
+    name = NAME
 
     def accepts(self, problem: Problem) -> str | None:
         layouts = ROWS, COLUMNS, ALIGNED_COLUMNS
-        return why_not(problem, *layouts, formats=FORMATS) or makes_both(problem)
-
-    def run(self, what: QuantizeGroups) -> Quantized:
-        check_ends(what.groups, len(what.x))
-        return binding_blockwise.quantize_groups(what)
+        reason = why_not(problem, *layouts, formats=FORMATS)
+        return reason or makes_both(problem.lhs, problem.rhs, problem.rule)
 
 
-class BlockwiseQuantizeWeights(Kernel):
-    op, name = "quantize_weights", NAME
+class BlockwiseQuantizeWeights(HopperQuantizeWeights):
+    name = NAME
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS)
         if reason is None:
-            reason = makes_both(problem)
+            reason = makes_both(problem.lhs, problem.rhs, problem.rule)
         if reason is None and not (problem.rhs and is_aligned(problem.rhs)):
             reason = one_read_of_weights(problem.lhs, problem.rhs)
-        return reason
-
-    def run(self, what: QuantizeWeights) -> StackedParts:
-        weights, row, col, rule = what
-        asked = [spec_of(spec).layout.name for spec in (row, col) if spec]
-        turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
-        if not turned or asked != [LAYOUT] * len(asked):
-            return binding_blockwise.quantize_weights(what)
-        # Rows of a matrix are the columns of the turned one, so what is asked for is made as it
-        # lies, without a copy.
-        made = QuantizeWeights(weights.transpose(1, 2), col, row, rule)  # type: ignore[union-attr]
-        made_col, made_row = binding_blockwise.quantize_weights(made)
-        return made_row, made_col
+        return reason or why_not_weights(problem)
 
 
 def _factors_of(stack: Stack) -> Stack:
@@ -106,7 +92,7 @@ class BlockwiseGemmRows(Kernel):
         reason = why_not(tokens, ROWS, formats=FORMATS) or why_not(
             weights, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS
         )
-        return reason or not_adaptive(problem) or not_low(problem)
+        return reason or not_adaptive(problem) or why_not_sides(problem)
 
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"
@@ -119,8 +105,7 @@ class BlockwiseGemmRows(Kernel):
 
     def run(self, p: GroupedRows) -> str:
         check_ends(p.groups, p.lhs.rows)
-        rhs = native_stack(_factors_of(p.rhs))
-        binding_grouped.gemm_rows(rhs, native_operand(p.lhs), *p.groups, p.bias, p.out)
+        gemm_rows(p, _factors_of(p.rhs))
         return self.name
 
 
@@ -131,7 +116,7 @@ class BlockwiseGemmK(HopperGemmK):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, COLUMNS, ALIGNED_COLUMNS, formats=FORMATS)
-        return reason or not_adaptive(problem)
+        return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def sides(self, p: GroupedK) -> GroupedK:
         if is_aligned(p.lhs.spec) and is_aligned(p.rhs.spec):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.linear_calls import ALIGNMENT, Calls, Form, Shape, Specs, form_of
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.backends.sm90 import blockwise
-from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch.linear import LinearKernel, LinearPlan, LinearProblem
@@ -43,10 +43,10 @@ class OneCall(LinearKernel):
     def why_not_formats(self, problem: Problem) -> str | None:
         """Why not the formats of a problem, of which the native code knows those of x and w."""
         if problem.lhs == problem.rhs and _format(problem.grad).name in MX:
-            return None
+            return why_not_second(problem.rhs)
         return f"takes {', '.join(MX)}, one of them for both inputs and weights"
 
-    def plan(self, problem: LinearProblem) -> LinearPlan:
+    def make_plan(self, problem: LinearProblem) -> LinearPlan:
         return _plan(problem, self.name)
 
 
@@ -64,10 +64,9 @@ class OneCallBlockwise(OneCall):
             return "takes inputs and weights of one element"
         if blockwise.is_low(w) and split_rule(problem.rule)[0] == "pow2":
             return "takes weights in blocks of 128x128 where scales are powers of two"
-        return None
+        return why_not_second(problem.rhs)
 
 
-@lru_cache(maxsize=4096)
 def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     s = p.settings
     tiles = f"sm90:{s.spread}"
@@ -75,7 +74,8 @@ def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     columns = tiles if split_rule(s.scale_rule)[0] != "fp32" else SM90_FACTORS.name
     w = f"{s.w}@{rows}"
     specs = Specs(f"{s.x}@{rows}", f"{s.x}@{columns}", w, w)
-    return Sm90Calls(kernel, Shape(*p[:6]), form_of(p), specs)
+    form = form_of((s.x, s.w, s.g), s.scale_rule, s.spread)
+    return Sm90Calls(kernel, Shape(*p[:6]), form, specs)
 
 
 class Sm90Calls(Calls):
@@ -90,11 +90,6 @@ class Sm90Calls(Calls):
         sm90.set_execution(args, temp.device.index)
         status = call(args)
         return -1 if status and not sm90.supported(status) else 0
-
-
-def forget_plans() -> None:
-    """For tests, which put another native module in place."""
-    _plan.cache_clear()
 
 
 register(OneCall())

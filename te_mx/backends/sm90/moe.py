@@ -3,14 +3,19 @@ understand."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from te_mx.backends.native import FORMATS
-from te_mx.backends.sm90 import binding_moe
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.base import FLOAT_DTYPES as DTYPES
+from te_mx.backends.base import pointer, typed_address
+from te_mx.backends.native import FORMATS, record_of
+from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.moe import Align, RoutedGemm
+from te_mx.dispatch.moe import Align, RoutedGemm, capacity
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -35,13 +40,27 @@ class HopperMoeGemm(Kernel):
                 f"takes weights of {LEAST_ROWS} rows or more and k in multiples of {BLOCK}, this "
                 f"has {problem.n} and {problem.k}"
             )
-        return reason
+        return reason or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
         return "reads weights as they lie, once for 8 routed rows of an expert"
 
     def run(self, p: RoutedGemm) -> str | None:
-        return self.name if binding_moe.gemm(p) else None
+        native: Any = binding.native()
+        ids, experts, count, block_m, a_div, _ = p.routing
+        bias = None if p.bias is None else p.bias.contiguous()
+        weights = None if p.weights is None else p.weights.contiguous()
+        args = native.MoeGemmArgs(
+            lhs=record_of(native, p.lhs), rhs=record_of(native, p.rhs), experts=p.rhs.groups,
+            sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
+            num_tokens_post_padded=count.data_ptr(),
+            positions=len(p.out) if ids is None else len(ids), blocks=len(experts),
+            routed=len(p.out), block_m=block_m, a_div=a_div, weights=pointer(weights),
+            out=p.out.data_ptr(), out_dtype=DTYPES[p.out.dtype],
+        )  # fmt: skip
+        args.bias, args.bias_dtype = typed_address(bias)
+        binding.set_execution(args, p.out.device.index)
+        return self.name if binding.supported(native.moe_gemm(args)) else None
 
 
 class HopperMoeAlign(Kernel):
@@ -51,7 +70,21 @@ class HopperMoeAlign(Kernel):
         return why_not(problem)
 
     def run(self, p: Align) -> tuple[Tensor, Tensor, Tensor] | None:
-        return binding_moe.align(p)
+        native: Any = binding.native()
+        ids, block_m, experts, local = p
+        positions = capacity(len(ids), block_m, experts)
+        blocks = -(-positions // block_m)
+        made = [
+            torch.empty(n, dtype=torch.int32, device=ids.device) for n in (positions, blocks, 1)
+        ]
+        args = native.MoeAlignArgs(
+            topk_ids=ids.data_ptr(), routed=len(ids), experts=experts, positions=positions,
+            blocks=blocks, block_m=block_m, expert_map=pointer(local),
+            sorted_token_ids=made[0].data_ptr(), expert_ids=made[1].data_ptr(),
+            num_tokens_post_padded=made[2].data_ptr(),
+        )  # fmt: skip
+        binding.set_execution(args, ids.device.index)
+        return (made[0], made[1], made[2]) if binding.supported(native.moe_align(args)) else None
 
 
 register(HopperMoeGemm())

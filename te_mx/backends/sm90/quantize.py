@@ -3,19 +3,17 @@ GEMM; two matrices at once; and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import PLAIN, QuantizedParts
-from te_mx.backends.base import Quantize as NativeQuantize
-from te_mx.backends.native import native_operand, one_read, words_of
+from te_mx.backends.base import FLOAT_DTYPES as DTYPES
+from te_mx.backends.base import LAYOUTS, pointer
+from te_mx.backends.native import fields_of, fields_to, one_read, record_of, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.binding_codes import CodesOnce, ValuesOnce
 from te_mx.backends.sm90.envelope import MX, why_not
-from te_mx.backends.sm90.layouts.tiles import SM90Tiles
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
@@ -25,31 +23,78 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
 
-def _native_call(what: Quantize) -> NativeQuantize:
-    x, row, col, rule, col_sum, sum_dtype = what[:6]
-    fmt, form, spread = _words(row, col)
-    return NativeQuantize(x, fmt, bool(row), form, rule, col_sum, sum_dtype, spread)
+class Quantizer:
+    """Matrices of one size and dtype, quantized as a problem says; the record is made once."""
+
+    __slots__ = ("col", "index", "native", "record", "row", "sizes")
+
+    def __init__(self, p: Problem) -> None:
+        native: Any = binding.native()
+        self.native, self.index = native, p.place.index
+        self.row, self.col, self.sizes = p.lhs, p.rhs, (p.m, p.n)
+        self.record = native.QuantizeArgs(
+            x_rows=p.m, x_cols=p.n, x_row_stride=p.n, x_dtype=DTYPES[p.dtype], device=self.index,
+            **fields_to(p.lhs, p.rhs, p.rule),
+        )  # fmt: skip
+
+    def __call__(self, what: Quantize) -> Quantized | None:
+        args, made, _alive = self.filled(what)
+        return made if binding.supported(self.native.quantize(args)) else None
+
+    def filled(self, what: Quantize) -> tuple[Any, Quantized, object]:
+        """The record of a call, what it fills, and what must live until it is enqueued."""
+        x, _, _, _, col_sum, sum_dtype, seed, first = what
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        args = self.record.copy(
+            x_data=x.data_ptr(), x_row_stride=x.stride(0), stream=binding.stream(self.index),
+            seed=pointer(seed), first=first,
+        )  # fmt: skip
+        made, partial = binding.set_outputs(
+            args, self.row, self.col, self.sizes, x.device, col_sum, sum_dtype
+        )
+        return args, made, (x, partial)
+
+    def two(
+        self, what: Quantize, other: Quantizer, other_what: Quantize
+    ) -> tuple[Quantized, Quantized] | None:
+        """Both matrices at the same time where the GPU has room; the first without col_sum."""
+        (args, made, _alive), (args2, made2, _too) = self.filled(what), other.filled(other_what)
+        return (made, made2) if binding.supported(self.native.quantize_two(args, args2)) else None
+
+    def joined(self, parts: Sequence[Tensor]) -> Quantized | None:
+        """Matrices as one, read where they lie; None where they must be joined first."""
+        x, rows = parts[0], [len(part) for part in parts]
+        stride = x.stride()
+        if stride[1] != 1 or 0 in rows or any(part.stride() != stride for part in parts):
+            return None
+        if words_of(self.col or self.row)[1] != "sm90" or self.record.scale_type:
+            return None
+        args = self.record.copy(x_row_stride=stride[0], stream=binding.stream(self.index))
+        made, _ = binding.set_outputs(args, self.row, self.col, self.sizes, x.device, False)
+        status = self.native.quantize_joined(args, [part.data_ptr() for part in parts], rows)
+        return made if binding.supported(status) else None
 
 
-@lru_cache(maxsize=256)
-def _words(row: str, col: str) -> tuple[str, str | None, int]:
-    """The format, how columns lie and the spread of operands of these specs."""
-    fmt, order = words_of(col or row)
-    layout = spec_of(col or row).layout if col or row else None
-    spread = layout.spread if isinstance(layout, SM90Tiles) else PLAIN
-    return fmt, None if not col else "plain" if order == "k_first" else "transposed", spread
+class Rows(Quantizer):
+    """The same of plain rowwise operands alone."""
 
+    __slots__ = ()
 
-def _quantized(
-    what: Quantize, parts: QuantizedParts, shape: tuple[int, int] | None = None
-) -> Quantized:
-    """What was made; of a matrix of this shape where x is a part of it."""
-    rows, cols = shape or what.x.shape
-    return Quantized(
-        Operand(parts.row_codes, parts.row_scales, what.row, rows, cols) if what.row else None,  # type: ignore[arg-type]
-        Operand(parts.col_codes, parts.col_scales, what.col, cols, rows) if what.col else None,  # type: ignore[arg-type]
-        parts.col_sum,
-    )
+    def rows(self, x: Tensor, into: tuple[Tensor, Tensor] | None = None) -> Operand | None:
+        """In new memory or in that of `into`, of any shape and dtype; None for what native code
+        does not take."""
+        if not x.is_contiguous():
+            return None
+        if into is None:
+            operand = binding.empty_operand(self.row, *self.sizes, x.device)
+        else:
+            operand = Operand(*into, self.row, *self.sizes)
+        args = self.record.copy(
+            x_data=x.data_ptr(), row_codes=operand.codes.data_ptr(),
+            row_scales=operand.scales.data_ptr(), stream=binding.stream(self.index),
+        )  # fmt: skip
+        return operand if binding.supported(self.native.quantize(args)) else None
 
 
 class HopperQuantize(Kernel):
@@ -63,37 +108,14 @@ class HopperQuantize(Kernel):
             reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def run(self, what: Quantize) -> Quantized | None:
-        parts = binding.quantize(_native_call(what))
-        return None if parts is None else _quantized(what, parts)
-
-    def once(self, problem: Problem) -> Callable[[Tensor], Operand | None] | None:
-        fmt, order = words_of(problem.lhs) if problem.lhs and not problem.rhs else ("", "")
-        return CodesOnce(problem, fmt).run if order == "k_last" else None
-
-    def run_two(self, first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
-        """Both at the same time where the GPU has room; the first without col_sum."""
-        both = binding.quantize_two(_native_call(first), _native_call(second))
-        if both is None:
-            return None
-        return _quantized(first, both[0]), _quantized(second, both[1])
-
-    def run_joined(
-        self, parts: Sequence[Tensor], row: str, col: str, rule: str
-    ) -> Quantized | None:
-        """Matrices as one, read where they lie; None where they must be joined first."""
-        first = parts[0]
-        what = Quantize(first, row, col, rule)
-        call = _native_call(what)
-        if call.spread == PLAIN or any(part.stride() != first.stride() for part in parts):
-            return None
-        made = binding.quantize_joined(call, parts)
-        shape = sum(len(part) for part in parts), first.shape[1]
-        return None if made is None else _quantized(what, made, shape)
+    def make_plan(self, problem: Problem) -> Quantizer:
+        alone = problem.lhs and not problem.rhs and words_of(problem.lhs)[1] == "k_last"
+        return (Rows if alone else Quantizer)(problem)
 
 
 class HopperRandomQuantize(Kernel):
-    """With stochastic rounding to MXFP4, or one direction after a Hadamard transform."""
+    """With stochastic rounding to MXFP4, or after a Hadamard transform; both directions from one
+    read of bfloat16 to MXFP4, each in a form of its own, whose rows are not transformed."""
 
     op, name = "quantize", "sm90_random"
 
@@ -105,21 +127,27 @@ class HopperRandomQuantize(Kernel):
             return "is for stochastic rounding and Hadamard transforms"
         lhs, rhs = _untransformed(problem.lhs), _untransformed(problem.rhs)
         plain = problem._replace(lhs=lhs, rhs=rhs, rule=split_rule(problem.rule)[0])
-        reason = HopperQuantize.accepts(self, plain)  # type: ignore[arg-type]
-        if reason is None and transforms and len(specs) > 1:
-            reason = "transforms one direction at a time"
+        sides = [plain]
+        if _in_one_read(problem):
+            sides = [plain._replace(rhs=""), plain._replace(lhs="")]
+        elif transforms and len(specs) > 1:
+            return "transforms one direction at a time, but columns of bfloat16 to MXFP4"
+        found = (HopperQuantize.accepts(self, side) for side in sides)  # type: ignore[arg-type]
+        reason = next(filter(None, found), None)
         if reason is None and stochastic and words_of(specs[0])[0] != "e2m1":
             reason = f"rounds MXFP4 stochastically, not {spec_of(specs[0]).format.name}"
         return reason
 
-    def run(self, what: Quantize) -> Quantized | None:
-        row, col = _untransformed(what.row), _untransformed(what.col)
-        plain = what._replace(row=row, col=col, rule=split_rule(what.rule)[0])
-        transforms = [
-            None if not spec else spec_of(spec).format.transform for spec in (what.row, what.col)
-        ]
-        parts = binding.quantize_randomly(_native_call(plain), transforms, what.seed, what.first)
-        return None if parts is None else _quantized(what, parts)
+    def make_plan(self, problem: Problem) -> Quantizer:
+        return Quantizer(problem)
+
+
+def _in_one_read(problem: Problem) -> bool:
+    """Whether both directions are made in one read where one is random or transformed."""
+    if not (problem.lhs and problem.rhs) or problem.dtype != torch.bfloat16:
+        return False
+    rows, columns = (spec_of(spec).format for spec in (problem.lhs, problem.rhs))
+    return rows.transform is None and rows.name == columns.untransformed.name == "mxfp4"
 
 
 def _untransformed(spec: str) -> str:
@@ -128,6 +156,38 @@ def _untransformed(spec: str) -> str:
         return ""
     fmt, layout = spec_of(spec)
     return spec if fmt.transform is None else f"{fmt.untransformed.name}@{layout.name}"
+
+
+class Dequantizer:
+    """The values of operands of one size, by a record that is made once."""
+
+    __slots__ = ("dtype", "index", "k_first", "native", "record", "shape")
+
+    def __init__(self, p: Problem) -> None:
+        native: Any = binding.native()
+        self.native, self.index, self.dtype = native, p.place.index, p.dtype
+        self.k_first = spec_of(p.lhs).layout.k_first
+        self.shape = (p.n, p.m) if self.k_first else (p.m, p.n)
+        self.record = native.DequantizeArgs(
+            rows=p.m, k=p.n, out_dtype=DTYPES[p.dtype], device=self.index, **fields_of(p.lhs)
+        )
+
+    def __call__(
+        self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor | None:
+        made = self.as_codes_lie(operand, None if self.k_first else into)
+        return made.t() if made is not None and self.k_first else made
+
+    def as_codes_lie(self, operand: Operand, out: Tensor | None = None) -> Tensor | None:
+        """The values as codes lie, in new memory or in `out`."""
+        codes, scales = operand.codes.contiguous(), operand.scales.contiguous()
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=codes.device)
+        args = self.record.copy(
+            codes=codes.data_ptr(), scales=scales.data_ptr(), out=out.data_ptr(),
+            stream=binding.stream(self.index),
+        )  # fmt: skip
+        return out if binding.supported(self.native.dequantize(args)) else None
 
 
 class HopperDequantize(Kernel):
@@ -140,16 +200,8 @@ class HopperDequantize(Kernel):
             reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def once(self, problem: Problem) -> Callable[..., Tensor | None] | None:
-        fmt, order = words_of(problem.lhs)
-        mx = spec_of(problem.lhs).format.name in MX
-        return ValuesOnce(problem, fmt).run if order == "k_last" and mx else None
-
-    def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        plain = native_operand(operand)
-        plain = plain._replace(codes=plain.codes.contiguous(), scales=plain.scales.contiguous())
-        values = binding.dequantize(plain, dtype)
-        return values if values is None or plain.order == "k_last" else values.t()
+    def make_plan(self, problem: Problem) -> Dequantizer:
+        return Dequantizer(problem)
 
 
 class HopperConvert(Kernel):
@@ -163,10 +215,20 @@ class HopperConvert(Kernel):
         )
 
     def run(self, operand: Operand, spec: str) -> Operand:
-        spread = spec_of(spec).layout.spread  # type: ignore[attr-defined]
+        native: Any = binding.native()
+        operand = operand.checked("operand")
+        device = operand.codes.device
         with torch.inference_mode(False):  # what is packed may outlive the mode
-            made = binding.pack(native_operand(operand.checked("operand")), spread)
-        return Operand(made.codes, made.scales, spec, operand.rows, operand.k)
+            made = binding.empty_operand(spec, operand.rows, operand.k, device)
+        args = native.PackArgs(
+            operand=record_of(native, operand), out_codes=made.codes.data_ptr(),
+            out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
+            spread=spec_of(spec).layout.spread,  # type: ignore[attr-defined]
+        )  # fmt: skip
+        binding.set_execution(args, device.index)
+        if not binding.supported(native.pack(args)):
+            raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this operand")
+        return made
 
 
 register(HopperConvert())

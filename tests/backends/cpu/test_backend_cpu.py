@@ -12,14 +12,14 @@ import strategies as our
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_words import house
+from native_words import Operand, house
 
 from te_mx import _ops as ops
-from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Product, Quantize
-from te_mx.dispatch.kernels import Kernel, kernels
+from te_mx.dispatch.calls import Epilogue, Product, Quantize
+from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import pick
 
 pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
@@ -29,17 +29,12 @@ CPU = torch.device("cpu")
 LAYOUTS = {"plain": "cols", "transposed": "rows"}
 
 
-def kernel(op: str) -> Kernel:
-    """The kernel "cpu" of an op."""
-    return next(one for one in kernels(op) if one.name == "cpu")
-
-
 # ----------------------------------------------------------------------------------------- quantize
 def assert_quantizes_like_reference(x, fmt, rowwise, columnwise, rule):
     row = f"mxfp8_{fmt}@rows" if rowwise else ""
     col = f"mxfp8_{fmt}@{LAYOUTS[columnwise]}" if columnwise else ""
     what = Quantize(x, row, col, rule)
-    got, expected = kernel("quantize").run(what), run.reference("quantize").run(what)
+    got, expected = run.quantize(what), run.reference("quantize").run(what)
     for mine, theirs in zip(got[:2], expected[:2], strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None:
@@ -77,7 +72,7 @@ def test_dequantize(isa, rows, k, seed, fmt, layout, dtype):
     shapes = ((rows, k), (rows, blocks)) if layout == "rows" else ((k, rows), (blocks, rows))
     codes, scales = (torch.randint(256, s, dtype=torch.uint8, generator=generator) for s in shapes)
     made = ops.Operand(codes, scales, f"mxfp8_{fmt}@{layout}", rows, k)
-    got = kernel("dequantize").run(made, dtype)
+    got = run.dequantize(made, dtype)
     expected = run.reference("dequantize").run(made, dtype)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     zeros = expected == 0
@@ -90,7 +85,7 @@ def test_col_sum_has_the_same_bits_at_every_thread_count(isa, threads):
     sums = []
     for count in (1, 2, 3):
         threads(count)
-        sums.append(kernel("quantize").run(what).col_sum)
+        sums.append(run.quantize(what).col_sum)
     exact = x.double().sum(0)
     assert ((sums[0] - exact).abs() <= 1100 * 2.0**-24 * x.double().abs().sum(0)).all()
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
@@ -172,10 +167,15 @@ def test_gemm_epilogue_against_reference(
     before = our.tensor("normal", n, m, seed + 4, dtype)
     want_aux = gelu is not None and epilogue.gelu_in is None
     made = []
-    for multiplies in (run.reference("gemm"), kernel_of(m, n, k)):
+    native = kernel_of(m, n, k)
+    of = Problem("gemm", place_of(CPU), house(b).spec, house(a).spec, n, m, k, dtype=dtype)
+    for name, multiply in (
+        ("reference", run.reference("gemm").run),
+        (native.name, native.plan(of)),
+    ):
         out, aux = before.clone(), torch.empty(n, m, dtype=other) if want_aux else None
-        ran = multiplies.run(Product(house(b), house(a), epilogue, out, aux, ops.Mode()))
-        assert (ran.name == "reference") == (multiplies.name == "reference")
+        ran = multiply(Product(house(b), house(a), epilogue, out, aux, ops.Mode()))
+        assert (ran.name == "reference") == (name == "reference")
         made.append((out, aux, ran.bias_grad))
     size = float((k**0.5) * 8 + 16)
     for mine, theirs in zip(made[1], made[0], strict=True):

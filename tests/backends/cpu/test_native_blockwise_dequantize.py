@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_mx import formats
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import quantize as cpu_quantize
+from te_mx.dispatch import run
 from te_mx.layouts.operand import Operand
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
@@ -38,7 +38,7 @@ def check(fmt: str, codes: Tensor, scales: Tensor, layout: str, dtype: torch.dty
     if layout == "cols":
         codes, scales = codes.t().contiguous(), scales.t().contiguous()
     held = Operand(codes, scales, f"{fmt}@{layout}", *expected.shape)
-    got = cpu_quantize.CpuDequantize().run(held, dtype)
+    got = run.dequantize(held, dtype)
     assert got is not None and got.dtype == dtype
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(got.signbit() & ~got.isnan(), expected.signbit() & ~expected.isnan())
@@ -73,7 +73,7 @@ def test_neither_threads_nor_denormal_mode_change_a_bit(isa: str, threads) -> No
         threads(count)
         torch.set_flush_denormal(count == 2)
         try:
-            got = cpu_quantize.CpuDequantize().run(held, torch.float32)
+            got = run.dequantize(held, torch.float32)
         finally:
             torch.set_flush_denormal(False)
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)

@@ -13,16 +13,16 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from gemm_calls import AVAILABLE, KERNELS, ORDERS, at_level, run, shapes
+from gemm_calls import drawn, packed, run, run_groups, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import GemmCall, Operand
 from strategies import DTYPES, SEEDS
 
-from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
-from te_mx.backends.native import native_operand, native_stack
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import Bounds, k_of, rows_of
 from te_mx.layouts.operand import Operand as HouseOperand
 from te_mx.layouts.operand import Stack
@@ -39,11 +39,6 @@ K_SIZES = st.sampled_from([1, 31, 33, 127, 128, 129, 255, 256, 300, 385, 700])
 # Stream kernels on bf16 hand what they do not read to one on fp32, or to the panel kernel of their
 # level where the CPU has no AVX-512.
 BF16_STREAMS = {"avx512_bf16_stream": "avx512_bf16", "amx_stream": "amx_bf16"}
-
-
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    yield from at_level(*request.param)
 
 
 class Side(NamedTuple):
@@ -86,17 +81,6 @@ def random_side(
     return Side(codes.astype(np.uint8), scales.astype(np.float32), element, block_rows)
 
 
-def packed(operand: Operand, name: str, role: str) -> Operand:
-    nbytes = cpu.packed_bytes(name, role, operand.rows, operand.k, operand.fmt)
-    if nbytes == 0:
-        return operand
-    room = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    assert cpu.pack(operand, name, role, room[start : start + nbytes])
-    assert bool((room[start + nbytes :] == 0xA5).all()), "pack wrote behind packed_bytes"
-    return operand._replace(packed=room[start : start + nbytes])
-
-
 def ran(name: str, *sides: Side) -> str:
     """The kernel that runs where `name` is asked for."""
     factors = any((np.frexp(side.scales)[0] != 0.5).any() for side in sides)
@@ -114,11 +98,7 @@ def test_product(kernel: str, data: st.DataObject, elements: tuple[str, str], k:
     pow2, blocks = data.draw(st.booleans()), st.sampled_from([1, 128])
     a = random_side(rng, m, k, elements[0], data.draw(blocks), pow2)
     b = random_side(rng, n, k, elements[1], data.draw(blocks), data.draw(st.booleans()))
-    a_operand, b_operand = a.operand(data.draw(ORDERS)), b.operand(data.draw(ORDERS))
-    if data.draw(st.booleans()):
-        a_operand = packed(a_operand, kernel, "a")
-    if data.draw(st.booleans()):
-        b_operand = packed(b_operand, kernel, "b")
+    a_operand, b_operand = drawn(data, kernel, a, b)
     out = torch.full((n, m), torch.nan, dtype=data.draw(DTYPES))
     kind = data.draw(st.sampled_from([None, "operand", "result"]))
     _, sums = run(
@@ -224,24 +204,11 @@ def test_nan_is_never_hidden(kernel: str, element: str) -> None:
 COUNTS = [0, 3, 130, 17, 128, 0, 40]
 
 
-@pytest.fixture(params=AVAILABLE)
-def level(request: pytest.FixtureRequest):
-    yield from at_level(request.param, request.param)
-
-
 def house(side: Side, layout: str) -> HouseOperand:
     rows, k = side.codes.shape
     plain = side.operand("k_last" if layout == "rows" else "k_first")
     spec = f"fp8_{plain.fmt}@{layout}"
     return HouseOperand(plain.codes, plain.scales, spec, rows, k)
-
-
-def run_groups(call: cpu_grouped.GroupedGemmCall) -> None:
-    nbytes = call.workspace_bytes()
-    with workspace.guarded():
-        scratch = workspace.acquire(torch.device("cpu"), nbytes)
-        assert call.run(scratch, nbytes)
-        workspace.release(scratch, nbytes)
 
 
 def one(lhs: HouseOperand, rhs: HouseOperand) -> torch.Tensor:
@@ -250,7 +217,7 @@ def one(lhs: HouseOperand, rhs: HouseOperand) -> torch.Tensor:
     out = torch.zeros(lhs.rows, rhs.rows)
     if not lhs.rows or not lhs.k:
         return out
-    call = cpu.GemmCall(name, native_operand(rhs), native_operand(lhs), Epilogue(), out, None)
+    call = GemmCall(name, rhs, lhs, Epilogue(), out, None)
     nbytes = call.workspace_bytes()
     assert call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes)
     return out
@@ -268,11 +235,10 @@ def test_groups_of_rows_are_the_loop(level: str, pow2: bool, packs: bool) -> Non
         torch.stack([w.codes for w in weights]), torch.stack([w.scales for w in weights]),
         weights[0].spec, len(COUNTS), 70, 300,
     )  # fmt: skip
-    plain = native_stack(stack)
     if packs:
-        plain = plain._replace(packed=cpu_grouped.pack(plain, few_and_many()[0]))
+        stack = stack._replace(packed=cpu_grouped.pack(stack, few_and_many()[0]))
     out = torch.full((x.rows, 70), torch.nan)
-    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), plain, native_operand(x), bounds, out))
+    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), x, stack, bounds, out))
     for i, (start, end) in enumerate(zip(bounds.starts, bounds.ends, strict=True)):
         assert torch.equal(out[start:end], one(rows_of(x, start, end), weights[i]))
     assert not out[ends[-1] :].any()
@@ -291,8 +257,7 @@ def test_groups_of_k_are_the_loop(level: str, pow2: bool) -> None:
         scales = torch.from_numpy(side.scales).t().contiguous()
         sides.append(HouseOperand(codes, scales, "fp8_e4m3_1x128@grouped_cols", size, rows))
     out = torch.full((len(COUNTS), 40, 90), torch.nan)
-    native = [native_operand(side) for side in sides]
-    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), native[1], native[0], bounds, out))
+    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), *sides, bounds, out))
     for i, (start, end) in enumerate(zip(bounds.starts, bounds.ends, strict=True)):
         parts = [k_of(side, start, end, i) for side in sides]
         assert torch.equal(out[i], one(*parts))

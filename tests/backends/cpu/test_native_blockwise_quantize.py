@@ -10,8 +10,8 @@ from strategies import DTYPES, KINDS, SEEDS, STRIDES, as_strided, tensor
 from torch import Tensor
 
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import quantize as cpu_quantize
 from te_mx.backends.reference import quantize as reference
+from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.layouts.operand import Operand
 
@@ -40,14 +40,14 @@ def assert_same(made: Operand | None, expected: Operand | None) -> None:
 def check(x: Tensor, fmt: str, target: tuple[str, str], rule: str) -> None:
     row, col = (f"{fmt}@{layout}" if layout else "" for layout in target)
     what = Quantize(x, row, col, rule, col_sum=True)
-    made, expected = cpu_quantize.CpuQuantize().run(what), reference.quantize(what)
+    made, expected = run.quantize(what), reference.quantize(what)
     assert made is not None
     assert_same(made.row, expected.row)
     assert_same(made.col, expected.col)
     assert made.col_sum is not None
     finite = torch.isfinite(x.float().abs().sum(0))
     mx = Quantize(x, "mxfp8_e4m3@rows", "", "rceil", col_sum=True)
-    sums = cpu_quantize.CpuQuantize().run(mx)
+    sums = run.quantize(mx)
     assert sums is not None and sums.col_sum is not None  # in the same order
     assert torch.equal(made.col_sum[finite], sums.col_sum[finite])
 
@@ -98,7 +98,7 @@ def test_an_epsilon_that_is_denormal_is_not_flushed(epsilon: float) -> None:
     assert expected is not None and (expected.scales != 1).all()
     torch.set_flush_denormal(True)
     try:
-        native, plain = cpu_quantize.CpuQuantize().run(what), reference.quantize(what)
+        native, plain = run.quantize(what), reference.quantize(what)
     finally:
         torch.set_flush_denormal(False)
     assert native is not None

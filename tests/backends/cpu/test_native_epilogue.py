@@ -12,10 +12,11 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_words import GemmCall, Operand
 from torch import Tensor
 
-from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch.calls import Epilogue
 from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
@@ -33,7 +34,7 @@ def run(
     kernel: str = "portable_f32",
 ) -> Tensor | None:  # fmt: skip
     """One native call with guard bytes behind its workspace; returns the bias gradient."""
-    call = cpu.GemmCall(kernel, a, b, epilogue, out, aux)
+    call = GemmCall(kernel, a, b, epilogue, out, aux)
     nbytes = call.workspace_bytes()
     with workspace.guarded():
         scratch = workspace.acquire(torch.device("cpu"), nbytes)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gemm_calls import AVAILABLE, KERNELS, ORDERS, Side, at_level, packed, random_side, run, shapes
+from gemm_calls import Side, drawn, random_side, run, run_groups, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import GemmCall
 from strategies import SEEDS
 
 import te_mx
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
-from te_mx.backends.native import native_operand, native_stack
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import Bounds
 from te_mx.layouts.operand import Operand as HouseOperand
 from te_mx.layouts.operand import Stack
@@ -27,11 +27,6 @@ from te_mx.runtime import workspace
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 # 0, .5, 1, 1.5, 2, 3, 4, 6 in E4M3.
 E4M3 = np.array([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], np.uint8)
-
-
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    yield from at_level(*request.param)
 
 
 def in_8_bits(side: Side) -> Side:
@@ -47,11 +42,7 @@ def test_bits_are_those_of_8_bits(kernel: str, data: st.DataObject, seed: int, b
     m, n, k = shapes(data, kernel)
     rng = np.random.default_rng(seed)
     a, b = random_side(rng, m, k, "e2m1"), random_side(rng, n, k, "e2m1" if both else "e5m2")
-    a_operand, b_operand = a.operand(data.draw(ORDERS)), b.operand(data.draw(ORDERS))
-    if data.draw(st.booleans()):
-        a_operand = packed(a_operand, kernel, "a")
-    if data.draw(st.booleans()):
-        b_operand = packed(b_operand, kernel, "b")
+    a_operand, b_operand = drawn(data, kernel, a, b)
     epilogue = Epilogue(bias_grad=data.draw(st.sampled_from([None, "operand", "result"])))
     made, sums = run(kernel, a_operand, b_operand, epilogue=epilogue)
     wide = in_8_bits(a).operand(), (in_8_bits(b) if both else b).operand()
@@ -85,7 +76,7 @@ def test_rows_that_span_too_much_and_nan(kernel: str) -> None:
         outs = []
         for pair in sides:
             out = torch.full((9, 40), torch.nan)
-            call = cpu.GemmCall(kernel, *(side.operand() for side in pair), Epilogue(), out, None)
+            call = GemmCall(kernel, *(side.operand() for side in pair), Epilogue(), out, None)
             nbytes = call.workspace_bytes()
             assert call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes) in spans
             outs.append(out)
@@ -98,19 +89,6 @@ COUNTS = [0, 3, 70, 17, 32, 0, 40]
 ENDS = np.cumsum(COUNTS)
 BOUNDS = Bounds(tuple((ENDS - COUNTS).tolist()), tuple(ENDS.tolist()))
 SPECS = {"e4m3": "mxfp8_e4m3", "e2m1": "mxfp4"}
-
-
-@pytest.fixture(params=AVAILABLE)
-def level(request: pytest.FixtureRequest):
-    yield from at_level(request.param, request.param)
-
-
-def run_groups(call: cpu_grouped.GroupedGemmCall) -> None:
-    nbytes = call.workspace_bytes()
-    with workspace.guarded():
-        scratch = workspace.acquire(torch.device("cpu"), nbytes)
-        assert call.run(scratch, nbytes)
-        workspace.release(scratch, nbytes)
 
 
 def stack_of(sides: list[Side]) -> Stack:
@@ -131,11 +109,11 @@ def test_groups_of_rows_have_the_bits_of_8_bits(level: str, packs: bool, k: int)
         side = x if narrow else in_8_bits(x)
         plain = side.operand()
         held = HouseOperand(plain.codes, plain.scales, f"{SPECS[side.fmt]}@rows", 170, k)
-        stack = native_stack(stack_of(weights if narrow else [in_8_bits(w) for w in weights]))
+        stack = stack_of(weights if narrow else [in_8_bits(w) for w in weights])
         if packs:
             stack = stack._replace(packed=cpu_grouped.pack(stack, few_and_many()[0]))
         outs.append(torch.full((170, 70), torch.nan))
-        call = (few_and_many(), stack, native_operand(held), BOUNDS, outs[-1])
+        call = (few_and_many(), held, stack, BOUNDS, outs[-1])
         run_groups(cpu_grouped.GroupedGemmCall(*call))
     assert torch.equal(*outs) and not outs[0][ENDS[-1] :].any() and outs[0][: ENDS[-1]].any()
 
@@ -151,9 +129,9 @@ def test_groups_of_k_have_the_bits_of_8_bits(level: str) -> None:
             codes = torch.from_numpy(side.codes[:, :rows]).t().contiguous()
             scales = torch.from_numpy(side.scales).t().contiguous()
             spec = f"{SPECS[side.fmt]}@grouped_cols"
-            held.append(native_operand(HouseOperand(codes, scales, spec, len(side.codes), rows)))
+            held.append(HouseOperand(codes, scales, spec, len(side.codes), rows))
         outs.append(torch.full((len(COUNTS), 40, 90), torch.nan))
-        call = (few_and_many(), held[1], held[0], BOUNDS, outs[-1])
+        call = (few_and_many(), *held, BOUNDS, outs[-1])
         run_groups(cpu_grouped.GroupedGemmCall(*call))
     assert torch.equal(*outs) and outs[0].any()
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
-from te_mx.backends.cpu import quantize as cpu_quantize
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import quantize as reference
+from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups, QuantizeWeights
 from te_mx.layouts.operand import Operand
@@ -33,14 +33,14 @@ TARGETS = st.sampled_from(
 def check(x: Tensor, fmt: str, target: tuple[str, str], rule: str) -> None:
     row, col = (f"{fmt}@{layout}" if layout else "" for layout in target)
     what = Quantize(x, row, col, rule, col_sum=True)
-    made, expected = cpu_quantize.CpuQuantize().run(what), reference.quantize(what)
+    made, expected = run.quantize(what), reference.quantize(what)
     assert made is not None and made.col_sum is not None
     for mine, theirs in zip(made[:2], expected[:2], strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None:
             assert torch.equal(mine.scales, theirs.scales)
             assert torch.equal(mine.codes, theirs.codes)
-    mx = cpu_quantize.CpuQuantize().run(Quantize(x, "mxfp8_e4m3@rows", "", "rceil", col_sum=True))
+    mx = run.quantize(Quantize(x, "mxfp8_e4m3@rows", "", "rceil", col_sum=True))
     assert mx is not None and mx.col_sum is not None  # in the same order
     assert torch.equal(made.col_sum.nan_to_num(), mx.col_sum.nan_to_num())
 
@@ -109,7 +109,7 @@ def test_every_code_and_scale_comes_back(isa: str, layout: str, dtype: torch.dty
         if layout == "cols":
             parts = codes.t().contiguous(), scales.t().contiguous()
         held = Operand(*parts, f"mxfp4@{layout}", 256, k)
-        made = cpu_quantize.CpuDequantize().run(held, dtype)
+        made = run.dequantize(held, dtype)
         assert made is not None
         assert torch.equal(made.nan_to_num(7.0), held.values(dtype).nan_to_num(7.0))
         assert torch.equal(made.isnan(), held.values(dtype).isnan())

@@ -18,10 +18,10 @@ from gemm_calls import (
     KERNELS,
     LEVEL_KERNELS,
     N_SIZES,
-    ORDERS,
     PANELS,
     Side,
     at_level,
+    drawn,
     packed,
     random_side,
     run,
@@ -29,18 +29,13 @@ from gemm_calls import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import GemmCall
 
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch.calls import Epilogue
 from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
-
-
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    """Every kernel of this machine, at the level that brings it."""
-    yield from at_level(*request.param)
 
 
 @pytest.fixture(params=PANELS, ids=lambda pair: "-".join(pair))
@@ -54,12 +49,7 @@ def test_product(kernel: str, data: st.DataObject, fmts: tuple[str, str]) -> Non
     m, n, k = shapes(data, kernel)
     rng = np.random.default_rng(data.draw(strategies.SEEDS))
     a, b = random_side(rng, m, k, fmts[0]), random_side(rng, n, k, fmts[1])
-    order_a = data.draw(ORDERS)
-    a_operand, b_operand = a.operand(order_a), b.operand(data.draw(ORDERS))
-    if data.draw(st.booleans()):
-        a_operand = packed(a_operand, kernel, "a")
-    if data.draw(st.booleans()):
-        b_operand = packed(b_operand, kernel, "b")
+    a_operand, b_operand = drawn(data, kernel, a, b)
     out = torch.full((n, m), torch.nan, dtype=data.draw(strategies.DTYPES))
     run(kernel, a_operand, b_operand, out)
     oracles.assert_gemm(out, a.values(), b.values())
@@ -198,7 +188,7 @@ def test_streams_refuse_more_rows_than_they_have_room_for() -> None:
         rng = np.random.default_rng(0)
         a, b = random_side(rng, 8, 64, "e4m3"), random_side(rng, 17, 64, "e4m3")
         out = torch.empty(17, 8)
-        call = cpu.GemmCall(name, a.operand(), b.operand(), Epilogue(), out, None)
+        call = GemmCall(name, a.operand(), b.operand(), Epilogue(), out, None)
         nbytes = call.workspace_bytes()
         scratch = workspace.acquire(torch.device("cpu"), nbytes)
         assert call.run(scratch, nbytes) is None
@@ -210,13 +200,13 @@ def test_a_workspace_that_is_too_small_is_refused(panel_kernel: str) -> None:
     rng = np.random.default_rng(0)
     a, b = random_side(rng, 40, 64, "e4m3"), random_side(rng, 40, 64, "e4m3")
     plain, out = (a.operand(), b.operand()), torch.empty(40, 40)
-    call = cpu.GemmCall(panel_kernel, *plain, Epilogue(), out, None)
+    call = GemmCall(panel_kernel, *plain, Epilogue(), out, None)
     nbytes = call.workspace_bytes()
     assert nbytes > 0
     with pytest.raises(RuntimeError, match="workspace too small"):
         call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes - 1)
     ready = packed(plain[0], panel_kernel, "a"), packed(plain[1], panel_kernel, "b")
-    call = cpu.GemmCall(panel_kernel, *ready, Epilogue(), out, None)
+    call = GemmCall(panel_kernel, *ready, Epilogue(), out, None)
     assert call.workspace_bytes() == 0  # packed operands, nothing to reduce: no scratch
 
 

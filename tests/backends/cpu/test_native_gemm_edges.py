@@ -7,20 +7,14 @@ import oracles
 import pytest
 import strategies
 import torch
-from gemm_calls import KERNELS, ORDERS, Side, at_level, packed, random_side, run, shapes
+from gemm_calls import ORDERS, Side, packed, random_side, run, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch.calls import Epilogue
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
-
-
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    """Every kernel of this machine, at the level that brings it."""
-    yield from at_level(*request.param)
 
 
 @given(data=st.data(), seed=strategies.SEEDS, byte=st.sampled_from([0, 1, 2, 30, 225, 253, 254]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gemm_calls import AVAILABLE, LEVEL_KERNELS, at_level, random_side
+from gemm_calls import LEVEL_KERNELS, random_side
 from grouped_cases import COUNTS, equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +17,8 @@ from te_mx._ops.grouped_gemm import gemm_k, gemm_rows, kept_stack
 from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights, weight_columns
 from te_mx._ops.quantize import parts_of
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
-from te_mx.backends.native import native_operand, native_stack
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import Bounds, host_bounds, k_of, rows_of
 from te_mx.runtime import workspace
@@ -27,11 +26,6 @@ from te_mx.runtime import workspace
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 SIZES = st.sampled_from([1, 2, 15, 17, 32, 33, 64, 65, 97])
 ROWS, COLS = "mxfp8_e4m3@rows", "mxfp8_e4m3@cols"
-
-
-@pytest.fixture(params=AVAILABLE)
-def level(request: pytest.FixtureRequest):
-    yield from at_level(request.param, request.param)
 
 
 @st.composite
@@ -164,7 +158,7 @@ def test_packed_weights_of_another_kernel_are_not_read(level: str) -> None:
     tokens = quantize_grouped(torch.randn(100, 96), of, ROWS, rule="rceil").row
     expected = gemm_rows(tokens, row, of, out_dtype=torch.float32)
     equal(gemm_rows(tokens, packed, of, out_dtype=torch.float32), expected)
-    form = int(packed.packed[8]), native_stack(row)
+    form = int(packed.packed[8]), row
     assert cpu_grouped._packed_for(packed.packed, *form) != (0, 0)
     assert cpu_grouped._packed_for(packed.packed[:-64], *form) == (0, 0)  # the rest would be read
     scrambled = packed.packed.clone()
@@ -184,8 +178,7 @@ def test_too_small_a_workspace_is_refused() -> None:
     row, _ = quantize_weights([torch.randn(64, 96) for _ in range(2)], ROWS, rule="rceil")
     tokens = quantize_2d(torch.randn(80, 96), ROWS).row
     call = cpu_grouped.GroupedGemmCall(
-        few_and_many(), native_stack(row), native_operand(tokens), Bounds([0, 40], [40, 80]),
-        torch.empty(80, 64),
+        few_and_many(), tokens, row, Bounds([0, 40], [40, 80]), torch.empty(80, 64)
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="workspace too small"):
         call.run(torch.empty(64, dtype=torch.uint8), 64)

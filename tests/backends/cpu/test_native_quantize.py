@@ -193,15 +193,16 @@ def test_every_16_bit_value(dtype, fmt, rule):
 @pytest.mark.parametrize("fmt,rule", ALL)
 def test_fp32_near_every_rounding_boundary(fmt, rule):
     # One ulp below, on and above every code and midpoint, under several scales.
-    grid = np.arange(0, 256, dtype=np.uint8).view(oracle.CODE_DTYPE[fmt]).astype(np.float32)
+    name = oracle.OF_ELEMENT[fmt]
+    grid = np.arange(0, 256, dtype=np.uint8).view(oracle.DTYPES[name]).astype(np.float32)
     grid = np.unique(np.abs(grid[np.isfinite(grid)]))
     grid = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2])
     grid = np.concatenate(
         [grid, np.nextafter(grid, np.float32(0)), np.nextafter(grid, np.float32(1e9))]
     )
-    grid = np.concatenate([grid[grid <= oracle.MAX[fmt]], -grid[grid <= oracle.MAX[fmt]]])
+    grid = np.concatenate([grid[grid <= oracle.MAX[name]], -grid[grid <= oracle.MAX[name]]])
     grid = grid[: len(grid) // 31 * 31].reshape(-1, 31)
-    top = np.full((len(grid), 1), oracle.MAX[fmt], np.float32)
+    top = np.full((len(grid), 1), oracle.MAX[name], np.float32)
     for k in (-140, -127, -126, -100, 0, 7, 100):
         with np.errstate(all="ignore"):
             x = np.concatenate([top, grid], 1) * np.exp2(np.float64(k))

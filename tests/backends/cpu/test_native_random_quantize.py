@@ -13,9 +13,9 @@ from torch import Tensor
 import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
-from te_mx.backends.cpu import quantize as cpu_quantize
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import quantize as reference
+from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.problem import Problem, place_of
@@ -64,10 +64,10 @@ def test_bytes(isa: str, fmt: str, rows: int, cols: int, dtype, kind: str, data)
         rule, seed = f"{rule}+sr", torch.tensor([data.draw(st.integers(-(2**63), 2**63 - 1))])
     first = data.draw(NUMBERS) if seed is not None else 0
     what = Quantize(x, row, col, rule, True, seed=seed, first=first)
-    made, expected = cpu_quantize.CpuQuantize().run(what), reference.quantize(what)
+    made, expected = run.quantize(what), reference.quantize(what)
     assert made is not None
     same(made, expected)
-    plain = cpu_quantize.CpuQuantize().run(Quantize(x, f"{fmt}@rows", "", "rceil", True))
+    plain = run.quantize(Quantize(x, f"{fmt}@rows", "", "rceil", True))
     assert plain is not None and plain.col_sum is not None and made.col_sum is not None
     assert torch.equal(made.col_sum.nan_to_num(), plain.col_sum.nan_to_num())
 

@@ -11,12 +11,12 @@ import time
 
 import pytest
 import torch
+from native_words import GemmCall
 from torch import Tensor
 
 from te_mx import _ops as ops
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.native import native_operand
+from te_mx.dispatch.calls import Epilogue
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 
@@ -40,8 +40,8 @@ def work(i: int = 0) -> Tensor:
 
 def with_kernel(kernel: str, a: ops.Operand, b: ops.Operand) -> tuple[Tensor, Tensor]:
     out = torch.empty(b.rows, a.rows)
-    sides = native_operand(a), native_operand(b)
-    call = cpu.GemmCall(kernel, *sides, Epilogue(bias_grad="operand"), out, None)
+    sides = a, b
+    call = GemmCall(kernel, *sides, Epilogue(bias_grad="operand"), out, None)
     nbytes = call.workspace_bytes()
     scratch = torch.empty(nbytes + 64, dtype=torch.uint8)
     assert call.run(scratch[-scratch.data_ptr() % 64 :], nbytes) == kernel

@@ -8,9 +8,9 @@ import torch
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.gemm import PANELS
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.registry import pick
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")

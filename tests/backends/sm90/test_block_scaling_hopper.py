@@ -51,7 +51,7 @@ def test_codes_without_masters_under_another_recipe(kind, fmt, hopper):
         with torch.no_grad(), te_mx.autocast(recipe=recipe):
             made.append(layer(x, *given))
     assert torch.equal(*made)
-    assert hopper or kind is te_mx.Linear
+    assert bool(hopper) == (kind is te_mx.GroupedLinear and fmt == "mxfp4")
 
 
 @pytest.mark.parametrize("first", [DEFAULT, EXACT, FP4_X, FP6_G], ids=str)
@@ -104,3 +104,32 @@ def test_a_tensor_is_packed_for_partners_that_are_packed_too(hopper):
         te_mx.gemm(A, other)
     assert [form.spec for _, form in A._packs.values()] == ["mxfp8_e4m3@sm90:8"]
     assert not B._packs
+
+
+@pytest.mark.parametrize("fmts", [("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")], ids=str)
+def test_e5m2_tensors_have_the_same_product_however_often(hopper, fmts):
+    """From the left packed for the tensor cores, from the right as it is: nothing is packed beside
+    it."""
+    w = torch.randn(N, K)
+    w[:, 32:] *= 2.0**-6
+    A, B = (te_mx.quantize(x, fmt=fmt) for x, fmt in zip((w, torch.randn(M, K)), fmts, strict=True))
+    expected = te_mx.gemm(A, B, out_dtype=torch.float32).out
+    for _ in range(3):
+        assert torch.equal(te_mx.gemm(A, B, out_dtype=torch.float32).out, expected)
+    packed = [form.spec for t in (A, B) for _, form in t._packs.values()]
+    left_alone = ["mxfp8_e4m3@sm90:8", "mxfp8_e5m2@sm90:8"]
+    assert packed == (left_alone if fmts[0] == "e4m3" else [])
+
+
+@pytest.mark.parametrize("kind", [te_mx.Linear, te_mx.GroupedLinear])
+def test_weights_in_e5m2_are_multiplied_exactly(kind, hopper):
+    """Their products alone: wgrad of their layer has none of them."""
+    layer = kind(3, K, N) if kind is te_mx.GroupedLinear else kind(K, N)
+    x, recipe = torch.randn(M, K), BlockScaling(w="mxfp8_e5m2")
+    adaptive = step(layer, x, recipe)
+    found = te_mx.audit(layer)["(root)"]
+    assert (found.fprop, found.dgrad) == ("sm90_exact", "sm90_exact")
+    assert found.wgrad == "sm90_adaptive"
+    exact = step(layer, x, BlockScaling(w="mxfp8_e5m2", precision="exact"))
+    for got, want in zip(adaptive, exact, strict=True):
+        assert torch.equal(got, want)

@@ -12,6 +12,7 @@ from as_on_hopper import hopper
 from te_mx import _ops as ops
 from te_mx._ops import Epilogue, Mode
 from te_mx.backends.sm90 import codes
+from te_mx.dispatch import registry
 from te_mx.dispatch.explain import explain_problem
 from te_mx.dispatch.problem import Problem, place_of
 
@@ -214,5 +215,6 @@ def test_blocks_behind_the_launch_that_unpacks(monkeypatch):
     for blocks, parts, kernel in (("tile 128x128", 1, 2), ("tile 128x128", 3, -1), ("", 1, -1)):
         monkeypatch.setattr(codes, "blocks_before", lambda *sizes, blocks=blocks: blocks)
         monkeypatch.setattr(codes, "parts_before", lambda *sizes, parts=parts: parts)
+        registry.forget()
         multiplied(*operands(LHS["fp4"]), mode=SPLIT)
         assert told.pop() == kernel

@@ -56,11 +56,41 @@ def test_the_table_of_kernels_on_hopper():
         for sizes, want in (((8, 8, 8), name), ((0, 8, 8), "zero_size")):
             picked = registry.pick("gemm", device, *sides, sizes, precision=precision)
             assert picked.name == want
-    found = forms.forms(device, E4M3, E5M2, "adaptive", 5)
-    assert found == (f"{E4M3}@sm90:5", f"{E4M3}@sm90:5")
-    assert forms.forms(device, E4M3, E5M2, "exact", 5) == (f"{E4M3}@rows", f"{E4M3}@rows")
-    tokens = forms.forms(device, E4M3, E5M2, "adaptive", 5, "gemm_rows")
-    assert tokens == (f"{E4M3}@sm90_rows:5", f"{E4M3}@sm90_k:5")
+    found = forms.forms(device, E5M2, E4M3, "adaptive", 5)
+    assert found == (f"{E5M2}@sm90:5", f"{E5M2}@sm90:5")
+    assert forms.forms(device, E4M3, E5M2, "adaptive", 5, right=True) == (
+        f"{E4M3}@sm90:5", f"{E4M3}@sm90:5",
+    )  # fmt: skip
+    assert forms.forms(device, E5M2, E4M3, "exact", 5) == (f"{E5M2}@rows", f"{E5M2}@rows")
+    tokens = forms.forms(device, E5M2, E4M3, "adaptive", 5, "gemm_rows")
+    assert tokens == (f"{E5M2}@sm90_rows:5", f"{E5M2}@sm90_k:5")
+
+
+@pytest.mark.parametrize("lhs", [E4M3, E5M2, "mxfp4"])
+def test_e5m2_on_the_right_is_multiplied_exactly(lhs):
+    """Every kernel of the tensor cores says so by name."""
+    sides = {"lhs": f"{lhs}@rows", "rhs": f"{E5M2}@rows"}
+    wanted = f"takes {E5M2} on the left of products, as gradients are, not on the right as weights"
+    for layouts, op in (
+        (("rows", "rows"), "gemm"), (("sm90_rows:8", "sm90:8"), "gemm_rows"),
+        (("sm90_k:8", "sm90_k:8"), "gemm_k"), (("rows", "rows"), "moe_gemm"),
+    ):  # fmt: skip
+        specs = {"lhs": f"{lhs}@{layouts[0]}", "rhs": f"{E5M2}@{layouts[1]}"}
+        kernel, declined = registry.choose(gemm_problem()._replace(op=op, n=32, k=32, **specs))
+        assert kernel.name == ("sm90_exact" if op == "gemm" else "reference")
+        said = [why for name, why in declined if name in ("sm90_adaptive", "sm90_moe")]
+        assert said == [wanted] or (op, lhs) == ("moe_gemm", "mxfp4")
+    problem = gemm_problem()._replace(**sides)
+    assert registry.choose(problem)[0].note(problem) == f"sm90_adaptive {wanted}"
+    for op, specs in (
+        ("quantize_weights", (f"{E5M2}@rows", "")), ("quantize_weights", ("", f"{E5M2}@sm90:8")),
+        ("columns_of_weights", (f"{E5M2}@rows", f"{E5M2}@sm90:8")),
+    ):  # fmt: skip
+        problem = gemm_problem()._replace(op=op, lhs=specs[0], rhs=specs[1])
+        assert wanted in dict(registry.choose(problem)[1])["sm90"]
+    for fmt, other in ((lhs, E5M2), (E5M2, lhs)):
+        found = forms.forms(as_on_hopper.HOPPER, fmt, other, "adaptive", 8, right=fmt is E5M2)
+        assert {one.partition("@")[2] for one in found} <= {"rows", "cols"}
 
 
 def test_formats_and_rules_that_native_code_does_not_know():

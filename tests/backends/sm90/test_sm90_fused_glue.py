@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import as_on_hopper
+import fake_sm90
 import pytest
 import strategies
 import torch
@@ -28,11 +29,13 @@ from te_mx.layouts.operand import Quantized
 from te_mx.runtime.ran import FallbackWarning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
+E4M3, E5M2, LOW = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128"
 TARGETS = (
     Target(f"{E4M3}@sm90:8", f"{E4M3}@sm90:8", "rceil"),
     Target(f"{E5M2}@rows", f"{E5M2}@cols", "floor"),
     Target("", f"{E4M3}@rows", "rceil"),
+    Target(f"{LOW}@sm90_factors", f"{LOW}@sm90:8", "pow2"),
+    Target(f"{LOW}@sm90_factors", f"{LOW}@sm90_factors", "fp32:0.001"),
     Target("", "", "rceil"),
 )
 # What native code does not make in one step: the value is made there, and quantized apart.
@@ -132,6 +135,21 @@ def test_activations(name, dtype):
                     assert (sums[0] is not None) == (sums[1] is not None) == col_sum
                     if col_sum:
                         torch.testing.assert_close(*sums)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_what_is_quantized_is_not_written(target, monkeypatch):
+    def never(args):
+        raise AssertionError("the result was written and quantized in a second pass")
+
+    monkeypatch.setattr(fake_sm90, "quantize", never)
+    x, h = torch.randn(75, 130).bfloat16(), torch.randn(75, 260).bfloat16()
+    if E5M2 not in target.row:  # the format of gradients
+        norm_quantize_2d(
+            NormStep(x, torch.ones(130), None, Norm("RMSNorm", 1e-5), torch.bfloat16, False, target)
+        )
+    for grad in (None, x):
+        act_quantize_2d(ActStep(h, grad, Activation("swiglu"), torch.bfloat16, False, target))
 
 
 def test_mixed_dtypes_pass_through_fp32():

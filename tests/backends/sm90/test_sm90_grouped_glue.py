@@ -16,7 +16,7 @@ from torch import Tensor
 from te_mx import _ops as ops
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import Groups, QuantizeGroups, quantize_grouped, quantize_weights
-from te_mx.backends.sm90 import binding_grouped
+from te_mx.backends.sm90 import grouped as sm90_grouped
 from te_mx.backends.sm90.layouts import groups as layout
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import kernels as all_kernels
@@ -136,14 +136,14 @@ def test_weights_are_packed_as_each_alone(hopper, columnwise: bool) -> None:
 def test_weights_that_lie_turned_are_not_copied(hopper, monkeypatch, columnwise: bool) -> None:
     weights, spec = torch.randn(3, 70, 140).transpose(1, 2), f"{E4M3}@sm90:8"
     want = quantize_weights(weights.contiguous(), spec, spec if columnwise else "", rule="rceil")
-    sources, read = binding_grouped.sources, []
+    sources, read = sm90_grouped.sources, []
 
     def noted(weights: Tensor) -> object:
         found = sources(weights)
         read.append(found[0][0])
         return found
 
-    monkeypatch.setattr(binding_grouped, "sources", noted)
+    monkeypatch.setattr(sm90_grouped, "sources", noted)
     got = quantize_weights(weights, spec, spec if columnwise else "", rule="rceil")
     assert read == [weights.data_ptr()]
     for mine, theirs in zip(got, want, strict=True):

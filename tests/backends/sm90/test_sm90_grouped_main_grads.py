@@ -12,7 +12,7 @@ from grouped_cases import parameters
 from torch import Tensor
 
 import te_mx
-from te_mx.backends.sm90 import binding_grouped
+from te_mx.backends.sm90 import grouped as sm90_grouped
 
 SPLITS = [20, 0, 33]
 
@@ -123,8 +123,8 @@ def test_main_grads_that_differ_are_added_one_by_one(native) -> None:
 
 def test_places() -> None:
     a, b, c = ascending(4, 8, torch.float32)
-    assert binding_grouped.places_of([b, c, a])[1] == [4, 8, 0]
-    assert binding_grouped.places_of([b, c, a])[0] is a
-    assert binding_grouped.places_of([c, b])[1] == [4, 0]
-    assert binding_grouped.places_of(between_rows(4, 32, torch.float32)) is None
-    assert binding_grouped.places_of([a] * 257) is None
+    assert sm90_grouped.places_of([b, c, a])[1] == [4, 8, 0]
+    assert sm90_grouped.places_of([b, c, a])[0] is a
+    assert sm90_grouped.places_of([c, b])[1] == [4, 0]
+    assert sm90_grouped.places_of(between_rows(4, 32, torch.float32)) is None
+    assert sm90_grouped.places_of([a] * 257) is None

@@ -82,7 +82,7 @@ def test_one_call_each(hopper, keep) -> None:
         for first in (True, False, False):
             layer(x, [20, 0, 33], is_first_microbatch=first).sum().backward()
     assert calls.count("quantize_stacked") == 1
-    (kept,) = layer._microbatch.values()
+    (kept,) = layer._source.kept.values()
     assert kept.row.spec == f"{E4M3}@sm90:8"
 
 
@@ -102,7 +102,7 @@ def test_exact_layers_run_one_group_after_the_other(hopper, stacked: bool, sizes
         assert {found.fprop, found.dgrad, found.wgrad} == {"sm90_exact"}
         for first in (True, False):
             layer(x, [20, 0, 33], is_first_microbatch=first)
-    (kept,) = layer._microbatch.values()
+    (kept,) = layer._source.kept.values()
     assert (kept.row.spec, kept.col.spec) == (f"{E4M3}@rows", f"{E4M3}@cols")
 
 

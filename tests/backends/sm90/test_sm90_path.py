@@ -158,7 +158,7 @@ def test_kept_weights_follow_the_precision(hopper_forms):
     for fields in ({}, {"alignment_spread": 3}, {"precision": "exact"}, {"precision": "exact"}):
         with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(**fields)):
             layer(x, is_first_microbatch=not seen)
-        seen.append(layer._microbatch["weight"])
+        seen.append(layer._source.kept["weight"])
     assert seen[0] is not seen[1] is not seen[2] and seen[2] is seen[3]
 
 

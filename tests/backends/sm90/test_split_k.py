@@ -151,7 +151,7 @@ def test_gemm_takes_a_bool_and_changes_nothing_on_a_cpu():
             te_mx.gemm(a, b, split_k=wrong)
 
 
-def test_modes_of_functions_and_recipes(monkeypatch):
+def test_modes_of_functions_and_recipes(by_steps, monkeypatch):
     modes = []
     gemm_2d = ops.gemm_2d
 

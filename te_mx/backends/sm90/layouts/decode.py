@@ -24,7 +24,7 @@ ROWS, QUAD, BLOCK = 16, 128, 32
 LEAST, MOST, NAN = 24, 215, 255
 UP = 6  # of scale bytes beside codes of 4 bits, which the kernels read as E4M3 codes times 2^-6
 LEAST_FACTOR, MOST_FACTOR = 2.0**-60, 2.0**60
-ELEMENTS = "e4m3", "e5m2", "e2m1"
+ELEMENTS = "e4m3", "e2m1"
 
 
 class SM90Decode(Layout):
@@ -39,7 +39,7 @@ class SM90Decode(Layout):
         scaling = fmt.scaling
         if scaling.scale == "e8m0" and scaling.block == (1, BLOCK):
             return fmt.element.name in ELEMENTS
-        return _has_factors(fmt) and fmt.element.name in ELEMENTS[:2]
+        return _has_factors(fmt) and fmt.element.name == "e4m3"
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         quad = ROWS * QUAD * fmt.element.bits // 8 + ROWS * 4

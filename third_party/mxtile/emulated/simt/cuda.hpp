@@ -302,6 +302,11 @@ inline uint32_t __float_as_uint(float v) { return std::bit_cast<uint32_t>(v); }
 inline float __int_as_float(int v) { return std::bit_cast<float>(v); }
 inline int __float_as_int(float v) { return std::bit_cast<int>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
+// The sum, and what rounding left of it: Knuth's two sums.
+inline float __fadd_rz(float a, float b) {
+  const float s = a + b, rest = (a - (s - (s - a))) + (b - (s - a));
+  return rest != 0 && (rest < 0) == (s > 0) ? std::nextafter(s, 0.0f) : s;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }

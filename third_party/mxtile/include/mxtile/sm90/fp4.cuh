@@ -59,19 +59,6 @@ __device__ __forceinline__ float round_to_fp4(float scaled, uint32_t upper_magic
   return __uint_as_float(__float_as_uint(clamped) | (bits & 0x80000000u));
 }
 
-// The same, rounded up where the upper 24 bits of `random` are less than what lies behind the whole
-// steps between numbers, in 2^-24 of a step.
-__device__ __forceinline__ float round_to_fp4(float scaled, uint32_t upper_magic, uint32_t random) {
-  const uint32_t own = upper_magic & 0xFFFF0000u;
-  const float a = clamp_magnitude(fabsf(scaled), __uint_as_float(own - 0x02000000u));
-  // A step is half the binade, at least 2^(d - 1).
-  const uint32_t binade = max(__float_as_uint(a) & 0x7F800000u, own - 0x03400000u);
-  const uint32_t t = __float2uint_rz(a * __uint_as_float((279u << 23) - binade));  // exact
-  const uint32_t steps = (t >> 24) + ((random >> 8) < (t & 0xFFFFFFu) ? 1 : 0);
-  const float rounded = __uint2float_rn(steps) * __uint_as_float(binade - (1u << 23));
-  return copysignf(a == a ? rounded : a, scaled);
-}
-
 // ------------------------------------------------------------------------------------------- codes
 // Four E2M1 codes, one a byte, of the E4M3 codes of the same numbers (d = 0); 0 of NaN.
 __device__ __forceinline__ uint32_t fp4_of_fp8x4(uint32_t codes) {

@@ -6,9 +6,11 @@
 namespace mxtile::sm90 {
 
 // Four words of a counter (its lower half; the upper one is 0) and a key.
+// kUnroll: rounds at once; code is small with 1, where words are made in many places.
+template <int kUnroll>
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint2 key) {
   uint4 c = make_uint4(static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0);
-#pragma unroll 1  // small code: it is used in many places
+#pragma unroll kUnroll
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = static_cast<uint64_t>(c.x) * 0xD2511F53u;
     const uint64_t b = static_cast<uint64_t>(c.z) * 0xCD9E8D57u;
@@ -20,19 +22,23 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint2 key) {
 }
 
 // The words of eight neighbouring numbers: word i % 4 of the counter i / 4.
+template <int kUnroll>
 struct EightWords {
   uint32_t of[8];
 
   __device__ __forceinline__ EightWords(uint64_t first, uint2 key) {
     const uint64_t counter = first / 4;
     const uint32_t skip = static_cast<uint32_t>(first) % 4;
-    const uint4 a = philox(counter, key), b = philox(counter + 1, key);
-    uint4 c = make_uint4(0, 0, 0, 0);
-    if (skip != 0) c = philox(counter + 2, key);
-    const uint32_t all[12] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
+    const uint4 a = philox<kUnroll>(counter, key), b = philox<kUnroll>(counter + 1, key);
+    const uint32_t all[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of[i] = all[i];
+    if (skip == 0) return;
+    const uint4 c = philox<1>(counter + 2, key);
+    const uint32_t more[12] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      of[i] = skip == 0 ? all[i] : skip == 1 ? all[i + 1] : skip == 2 ? all[i + 2] : all[i + 3];
+      of[i] = skip == 1 ? more[i + 1] : skip == 2 ? more[i + 2] : more[i + 3];
     }
   }
 };

@@ -19,6 +19,8 @@ DTYPES = {
 MAX = {name: float(ml_dtypes.finfo(dtype).max) for name, dtype in DTYPES.items()}
 EMAX = {name: int(np.log2(MAX[name])) for name in DTYPES}
 BITS = {name: int(ml_dtypes.finfo(dtype).bits) for name, dtype in DTYPES.items()}
+# Formats by the names of their elements.
+OF_ELEMENT = {"e4m3": "mxfp8_e4m3", "e5m2": "mxfp8_e5m2", "e2m1": "mxfp4"}
 NAN_CODE = {"mxfp8_e4m3": 0x7F, "mxfp8_e5m2": 0x7F}  # the others have none
 
 

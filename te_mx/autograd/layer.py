@@ -1,0 +1,540 @@
+"""The autograd functions behind te_mx.LayerNormLinear and te_mx.LayerNormMLP, and behind
+te_mx.Linear where its roles have several formats: a normalization or none, a product, and in an MLP
+an activation and a second product.
+
+Shapes: M tokens, K in_features (hidden_size), N out_features of the first product; of an MLP F
+ffn_hidden_size, N = 2F for gated activations, else F, and H out_features.
+
+    norm   z[M, K]  = norm(x)                       fp32, rounded to the output's dtype
+    fc1    h[M, N]  = z @ w1[N, K]^T + b1           y of a LayerNormLinear
+    act    a[M, F]  = act(h)                        fp32, rounded to the output's dtype
+    fc2    y[M, H]  = a @ w2[H, F]^T + b2
+    back   da = g @ w2, dh = da * act'(h), dz = dh @ w1, dw2 = g^T @ a, dw1 = dh^T @ z
+    norm   dx, dweight, dbias from dz, x, mean, rstd   fp32, rounded to the dtypes of what they
+                                                       belong to
+
+Bit for bit what a normalization and te_mx.Linear after it compute, but z is never written unless
+somebody asks for it: x is read once, and z is quantized from the caches. GELU runs inside the
+GEMMs: fc1's epilogue adds the bias, stores h (if there will be a backward pass) and applies GELU to
+the fp32 sum; the dgrad of fc2 multiplies its fp32 sum by GELU's derivative at h and sums the result
+for b1. For other activations a and dh are quantized as they are computed, without being written,
+and b1's gradient sums dh as rounded.
+
+Saved for backward: x, with mean and rstd in fp32 (8 bytes a token); h; and for the GEMMs what
+autograd/linear.py saves: columnwise codes of z and a, 1.03 bytes an element, and the weights, or
+what the recipe says instead.
+
+Where the device has a kernel for it the layer is one native call each way: the kernels of the steps
+on the same bytes in the same order, of which only the host sees less.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx._ops import Epilogue, Operand, Quantized, gemm_2d, quantized
+from te_mx._ops.fused import act_quantize_2d
+from te_mx._ops.library import is_direct
+from te_mx._ops.linear import layer_kernel
+from te_mx.autograd import linear_recipe, norm, sequence_parallel
+from te_mx.autograd.grad_target import WeightGradient
+from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight, Sought
+from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, tag_of
+from te_mx.autograd.norm import NormStep
+from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
+from te_mx.autograd.sequence_parallel import Tokens
+from te_mx.dispatch.fused import Activation, ActStep, Target
+from te_mx.dispatch.kernels import derive, derived
+from te_mx.dispatch.layer import Formats, Inputs, LayerPlan, LayerProblem, Product
+from te_mx.dispatch.linear import LATER, Into, Weight
+from te_mx.recipes.settings import Settings
+from te_mx.runtime.ran import LAST_RUN
+
+_known = derived()
+
+
+class Call(NamedTuple):
+    """What one call of the module fixes: without `act` there is one product; `return_z` returns z
+    beside y; with tags the kernels of fc1 and fc2 are recorded, as by autograd.linear.linear;
+    `tokens` as there."""
+
+    step: NormStep
+    act: Activation | None
+    settings: Settings
+    return_z: bool = False
+    tags: tuple[int, int] = (-1, -1)
+    tokens: Tokens | None = None
+
+    @property
+    def owner(self) -> str:
+        if self.act is not None:
+            return "te_mx.LayerNormMLP"
+        return "te_mx.Linear" if self.step.norm is None else "te_mx.LayerNormLinear"
+
+
+class Parameters(NamedTuple):
+    """Weights and biases of the normalization and of the products; of a layer with one product the
+    last two are None. A weight that stands still may be None where nothing is differentiated."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    w1: Tensor | None
+    b1: Tensor | None
+    w2: Tensor | None = None
+    b2: Tensor | None = None
+
+
+class Weights(NamedTuple):
+    """For fc1 and fc2: weights that are kept, and where the gradients go."""
+
+    kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
+    sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    dx: bool
+    norm_weight: bool
+    norm_bias: bool
+    dw1: bool
+    db1: bool
+    dw2: bool
+    db2: bool
+
+    @property
+    def dz(self) -> bool:
+        return self.dx or self.norm_weight or self.norm_bias
+
+    @property
+    def dh(self) -> bool:
+        return self.dz or self.dw1 or self.db1
+
+
+def activated(
+    z: Operand, w: Operand | Sought, bias: Tensor | None, call: Call, plan: linear_recipe.Input,
+    need_h: bool,
+) -> tuple[Tensor | None, Tensor | None, Quantized]:  # fmt: skip
+    """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
+    step, act, settings, _, tags, _ = call
+    assert act is not None
+    if act.gelu_form:
+        if isinstance(w, Sought):
+            a = w.times(z, bias, act.gelu_form, step.dtype)
+            return None, a, quantized(a, plan.target)
+        made = gemm_2d(
+            z, w, Epilogue(bias, act.gelu_form), out_dtype=step.dtype, want_aux=need_h,
+            tag=tags[0], mode=linear_recipe.mode_of(settings),
+        )  # fmt: skip
+        return made.aux, made.out, quantized(made.out, plan.target)
+    h = linear_recipe.fprop(z, w, bias, settings, step.dtype, tags[0])
+    made_a = act_quantize_2d(ActStep(h, None, act, step.dtype, plan.keep, plan.target))
+    return h, made_a.out, made_a.quantized
+
+
+def through_activation(
+    call: Call,
+    gradient: linear_recipe.Gradient,
+    kept_w2: Kept,
+    h: Tensor,
+    need: tuple[bool, bool, bool],
+) -> tuple[linear_recipe.Gradient, Tensor]:
+    """dh, quantized for the GEMMs of fc1 as `need` (dz, dw1, db1) says, and its sums over the
+    tokens."""
+    step, act, settings, _, tags, _ = call
+    assert act is not None
+    target, itself = linear_recipe.plan_gradient(h.device, settings, *need)
+    tag = tag_of(tags[1], DGRAD)
+    if act.gelu_form and gradient.q.row is not None:
+        made = linear_recipe.dgrad(
+            gradient, kept_w2, settings, h.dtype, tag, gelu=act.gelu_form, gelu_in=h,
+            bias_grad=need[2],
+        )  # fmt: skip
+        target = target._replace(col_sum=False)
+        return linear_recipe.Gradient(made.out, quantized(made.out, target), target), made.bias_grad  # type: ignore[return-value]
+    da = linear_recipe.dgrad(gradient, kept_w2, settings, step.dtype, tag).out
+    parts = act_quantize_2d(ActStep(h, da, act, h.dtype, itself, target))
+    inner = linear_recipe.Gradient(parts.out, parts.quantized, target)
+    return inner, parts.quantized.col_sum  # type: ignore[return-value]
+
+
+def _row(q: Quantized) -> Operand:
+    assert q.row is not None
+    return q.row
+
+
+# ------------------------------------------------------------------------------------ step by step
+class LayerFunction(torch.autograd.Function):
+    """y, or (y, z); gradients have the dtypes of what they belong to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor,
+        b1: Tensor | None, w2: Tensor | None, b2: Tensor | None, weights: Weights, call: Call,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        need, settings, mlp = Needs(*ctx.needs_input_grad[:7]), call.settings, call.act is not None
+        plan_z = sequence_parallel.plan_input(x, settings, need.dw1, False, call.tokens)
+        w1_row, w1_col = linear_recipe.weight_operands(weights.kept[0], w1, settings, need.dz)
+        kept_a = kept_w2 = NOTHING
+        h = None
+        if mlp:
+            plan_a = linear_recipe.plan_input(x.device, settings, need.dw2)
+            w2_row, w2_col = linear_recipe.weight_operands(weights.kept[1], w2, settings, need.dh)
+        made = call.step.forward(
+            flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.target
+        )
+        row = sequence_parallel.rows_of_all(made.quantized.row, call.tokens)
+        dtype = call.step.dtype
+        if mlp:
+            h, a, qa = activated(row, w1_row, b1, call, plan_a, need.dh)
+            kept_a = plan_a.kept(qa, a, need.dw2)
+            kept_w2 = linear_recipe.kept_for_dgrad(w2_row, w2_col, w2, settings, need.dh)
+            y_M = linear_recipe.fprop(_row(qa), w2_row, b2, settings, dtype, call.tags[1])
+        else:
+            y_M = linear_recipe.fprop(row, w1_row, b1, settings, dtype, call.tags[0])
+        norms = call.step.saved(x, norm_weight, made) if need.dz else norm.NOTHING
+        kept = (
+            plan_z.kept(made.quantized, made.z, need.dw1),
+            linear_recipe.kept_for_dgrad(w1_row, w1_col, w1, settings, need.dz),
+            kept_a,
+            kept_w2,
+        )
+        ctx.kept = [one.beside for one in kept]
+        ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
+        y = sequence_parallel.unflatten_all(y_M, x, call.tokens)
+        z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
+        saved_h = h if need.dh else None
+        tensors = [t for one in kept for t in one.tensors]
+        return outputs(ctx, (*norms, saved_h, *tensors), y, *z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, ctx.call.owner, ctx, *grads)
+
+
+def _backward(
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    kept = [
+        one.with_tensors(saved[i : i + 3]) for one, i in zip(ctx.kept, (5, 8, 11, 14), strict=True)
+    ]
+    kept[0] = sequence_parallel.kept_of_all(kept[0], ctx.call.tokens)
+    made = _gradients(ctx, ctx.call.step, saved[:4], saved[4], kept, g, g_z)
+    return *made, None, None
+
+
+def _gradients(
+    ctx: Any, step: NormStep, norms: Any, h: Tensor | None, kept: list[Kept], g: Tensor,
+    g_z: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of x and of all parameters, from what was kept of z, w1, a and w2."""
+    need, call = Needs(*ctx.needs_input_grad[:7]), ctx.call
+    settings, (tag1, tag2), tokens = call.settings, call.tags, call.tokens
+    kept_z, kept_w1, kept_a, kept_w2 = kept
+    bias_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
+    dx = d_weight = d_bias = dw1 = db1 = dw2 = db2 = None
+    if call.act is None:
+        inner = linear_recipe.quantized_gradient(flatten(g), settings, need.dz, need.dw1, need.db1)
+        sums = inner.q.col_sum
+    else:
+        gradient = linear_recipe.quantized_gradient(
+            flatten(g), settings, need.dh, need.dw2, need.db2
+        )
+        if need.dh:
+            assert h is not None
+            wanted = need.dz, need.dw1, need.db1
+            inner, sums = through_activation(call, gradient, kept_w2, h, wanted)
+        if need.dw2:
+            wgrad = linear_recipe.wgrad(gradient, kept_a, settings, tag_of(tag2, WGRAD))
+            dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
+        if need.db2:
+            db2 = gradient.q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
+    if need.dz:
+        tag, dtype = tag_of(tag1, DGRAD), step.dtype if step.norm is not None else ctx.x_like[1]
+        if call.act is not None:
+            dtype = step.dtype
+        dz = linear_recipe.dgrad(inner, kept_w1, settings, dtype, tag).out
+        dz = sequence_parallel.sum_of_mine(dz, tokens)
+        dx, d_weight, d_bias = step.backward(
+            dz, g_z, norms, ctx.x_like, ctx.needs_input_grad, bias_dtype
+        )
+    if need.dw1:
+        wgrad = linear_recipe.wgrad(inner, kept_z, settings, tag_of(tag1, WGRAD))
+        dw1 = place(ctx.sinks[0], wgrad, w1_dtype)
+    if need.db1:
+        db1 = sums.to(b1_dtype)  # type: ignore[union-attr]
+    return dx, d_weight, d_bias, dw1, db1, dw2, db2
+
+
+# ------------------------------------------------------------------------------------- in one call
+def _formats(device: torch.device, settings: Settings) -> Formats:
+    x, w, g = ((form.row, form.col) for form in linear_recipe.roles(device, settings))
+    rules = settings.scale_rule, settings.weight_columns_rule, settings.gradient_rule
+    return Formats(x, w, g, *rules, settings.precision, settings.spread)
+
+
+def _product(
+    w: Tensor, b: Tensor | None, kept: KeptWeight | None, settings: Settings, through: bool
+) -> tuple[Any, ...]:
+    """The fields of a Product behind its sizes. through: whether dgrad reads the weight."""
+    columns = through and (kept is not None or linear_recipe.columns_now(w, settings, through))
+    need_db = b is not None and b.requires_grad
+    given = kept is not None
+    return w.dtype, None if b is None else b.dtype, given, columns, w.requires_grad, need_db
+
+
+def _plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan | None:
+    """The plan of a call; None where its steps run one by one. Gradients are enabled."""
+    norm_weight, norm_bias, w1, b1, w2, b2 = p
+    step, act, settings, return_z, _, tokens = call
+    device = x.device
+    if tokens is not None or w1 is None or torch.compiler.is_compiling():
+        return None
+    if layer_kernel(device, settings) is None or not is_direct(x, *p):
+        return None
+    for tensor in p:
+        if tensor is not None and tensor.device != device:
+            return None
+    need_dz = x.requires_grad
+    for tensor in (norm_weight, norm_bias):
+        need_dz = need_dz or (tensor is not None and tensor.requires_grad)
+    if not (need_dz or w1.requires_grad):
+        return None
+    first = _product(w1, b1, weights.kept[0], settings, need_dz)
+    second = None if w2 is None else _product(w2, b2, weights.kept[1], settings, True)
+    # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    key = (
+        "layer", x.shape, x.dtype, device, step, norm_bias is None, act, return_z, need_dz,
+        w1.shape, first, None if w2 is None else w2.shape, second, id(settings),
+    )  # fmt: skip
+    found = _known.get(key)
+    if found is None:
+        found = derive(key, (_make_plan(x, p, call, need_dz, first, second), settings))
+    plan: LayerPlan | None = found[0]
+    if plan is None:
+        return None
+    for kept, columns in zip(weights.kept, (need_dz, True), strict=True):
+        if kept is not None and not _serves(kept, plan, columns, device):
+            return None
+    return plan
+
+
+def _serves(kept: KeptWeight, plan: LayerPlan, columns: bool, device: torch.device) -> bool:
+    """Whether a weight that was quantized before lies as a plan reads it."""
+    row, col = kept.row, kept.col
+    if not isinstance(row, Operand) or row.packed is not None or row.codes.device != device:
+        return False
+    return row.spec == plan.problem.formats.w[0] and (
+        not columns or (col is not None and col.spec == plan.problem.formats.w[1])
+    )
+
+
+def _make_plan(
+    x: Tensor, p: Parameters, call: Call, need_dz: bool, first: Any, second: Any
+) -> LayerPlan | None:
+    settings, step = call.settings, call.step
+    w1, w2, size = p.w1, p.w2, x.numel()
+    sizes = [t.numel() for t in (x, w1, w2) if t is not None]
+    unlike = step.norm is not None and p.norm_weight is None
+    if 0 in sizes or unlike or not linear_recipe.by_steps(settings) or settings.one_copy:
+        return None
+    assert w1 is not None
+    problem = LayerProblem(
+        size // w1.shape[1], x.dtype, step.dtype, step.norm, p.norm_bias is not None, call.act,
+        Product(*w1.shape, *first), None if w2 is None else Product(*w2.shape, *second), need_dz,
+        call.return_z, _formats(x.device, settings), x.device,
+    )  # fmt: skip
+    kernel = layer_kernel(x.device, settings)
+    assert kernel is not None
+    return kernel.make_plan(problem)  # kept with the key of the call
+
+
+class OneCallLayer(torch.autograd.Function):
+    """As LayerFunction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor,
+        b1: Tensor | None, w2: Tensor | None, b2: Tensor | None, weights: Weights, call: Call,
+        plan: LayerPlan,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        step, p = call.step, plan.problem
+        scale, shift = step.in_fp32(norm_weight, norm_bias)
+        read: list[Tensor | Weight] = []
+        saved: list[Tensor | None] = []
+        for w, product, ready in zip((w1, w2), plan.products, weights.kept, strict=False):
+            assert w is not None
+            if ready is None:
+                read.append(w)
+                saved += (None if product.kept else w, None)
+            else:
+                one = linear_recipe.parts_of(ready)
+                read.append(one)
+                saved += one.col if product.kept and one.col is not None else (None, None)
+        if not p.need_dx:
+            saved[:2] = None, None
+        y, z, *buffers = plan.forward(Inputs(x, scale, shift, tuple(read), (b1, b2)))
+        tag1, tag2 = call.tags
+        if tag1 >= 0:
+            LAST_RUN[tag1] = plan.kernels[0]
+            if w2 is not None:
+                LAST_RUN[tag2] = plan.kernels[1]
+        ctx.call, ctx.sinks, ctx.plan, ctx.x_like = call, weights.sinks, plan, (x.shape, x.dtype)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
+        ctx.norm_dtype = None if norm_weight is None else norm_weight.dtype
+        edge = 1 + (norm_weight is not None) + (norm_bias is not None)
+        ctx.edges = edge, edge + 1 + (b1 is not None)
+        norms = (x, scale) if p.norm is not None and p.need_dx else (None, None)
+        made = (y,) if z is None else (y, z)
+        return outputs(ctx, (*norms, *buffers, *saved), *made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward_in_one_call, ctx.call.owner, ctx, *grads)
+
+
+def _backward_in_one_call(
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    plan: LayerPlan = ctx.plan
+    call, device, p = ctx.call, g.device, plan.problem
+    x, scale, *kept = saved
+    direct = is_direct(g, *saved)
+    for tensor in saved:
+        if tensor is not None and tensor.device != device:
+            direct = False
+    columns, others, *weights = plan.as_saved(kept)
+    made = None
+    if direct:
+        nodes, sinks = ctx.next_functions, ctx.sinks
+        into: list[Into | None] = []
+        found: list[Any] = []
+        for product, sink, edge in zip(plan.products, sinks, ctx.edges, strict=False):
+            one = None
+            if sink is not None and product.need_dw:
+                one = sink.direct(nodes[edge][0])
+                into.append(LATER if one is None else Into(one.out, one.accumulate))
+            else:
+                into.append(None)
+            found.append(one)
+        seeds: Any = [linear_recipe.new_seed(device, p.formats.g_rule) for _ in range(plan.seeds)]
+        inputs = x, ctx.x_like[0], scale
+        made = plan.backward(
+            g, inputs, (columns, others), weights, tuple(into), seeds, g_z is not None
+        )
+    if made is None:  # step by step, for somebody who watches the ops
+        lies = plan.saved(columns, others)
+        step = call.step._replace(zero_centered=False)
+        of_weights = [
+            NOTHING if w is None and lie is None
+            else Kept.operand(lie) if lie is not None
+            else Kept.itself(w) if scales is None
+            else Kept.operand(plan.given_columns(i, (w, scales)))
+            for i, (w, scales, lie) in enumerate(
+                zip(weights[::2], weights[1::2], lies.weights, strict=False)
+            )
+        ]  # fmt: skip
+        of_inputs = [NOTHING if one is None else Kept.operand(one) for one in lies.inputs]
+        kept_of = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
+        norms = x, scale, lies.mean, lies.rstd
+        dx, d_weight, d_bias, *rest = _gradients(ctx, step, norms, lies.h, kept_of, g, g_z)
+        d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
+        return dx, d_weight, d_bias, *rest, None, None, None
+
+    tags = call.tags
+    need = ctx.needs_input_grad
+    dws: list[Tensor | None] = [None, None]
+    dbs: list[Tensor | None] = [None, None]
+    of = zip(made.weights, made.biases, into, found, strict=True)
+    for i, (dw, db, to, one) in enumerate(of):
+        dtypes = ctx.dtypes[1 + 2 * i : 3 + 2 * i]
+        tag = tag_of(tags[i], WGRAD)
+        if to is LATER:
+            kept_x = Kept.operand(plan.saved(columns, others).inputs[i])  # type: ignore[arg-type]
+            left = Quantized(None, dw, None)
+            gradient = linear_recipe.Gradient(None, left, Target("", "", ""))
+            wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag)
+            dws[i] = place(ctx.sinks[i], wgrad, dtypes[0], nodes[ctx.edges[i]][0])
+        elif dw is not None:
+            if tag >= 0:
+                LAST_RUN[tag] = plan.kernels[i]
+            dws[i] = dw if one is None else one.done()
+        if db is not None:
+            dbs[i] = db if db.dtype == dtypes[1] else db.to(dtypes[1])
+    if tags[0] >= 0:
+        if p.need_dx:
+            LAST_RUN[tags[0] + DGRAD] = plan.kernels[0]
+        if p.second is not None:
+            LAST_RUN[tags[1] + DGRAD] = plan.kernels[1]
+    dx = made.dx
+    d_weight = d_bias = None
+    if p.norm is not None and p.need_dx:
+        if g_z is not None:
+            lies, step = plan.saved(columns, others), call.step._replace(zero_centered=False)
+            norms = x, scale, lies.mean, lies.rstd
+            dx, d_weight, d_bias = step.backward(dx, g_z, norms, ctx.x_like, need, ctx.dtypes[0])
+            d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
+        else:
+            assert made.norm is not None
+            d_weight, d_bias = _of_norm(made.norm, ctx.norm_dtype, ctx.dtypes[0])
+            d_weight, d_bias = d_weight if need[1] else None, d_bias if need[2] else None
+            dx = dx if need[0] else None
+    return dx, d_weight, d_bias, dws[0], dbs[0], dws[1], dbs[1], None, None, None
+
+
+def _of_norm(
+    sums: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of weight and bias of a normalization, of both in fp32."""
+    if bias_dtype is None:
+        return sums[0].to(dtype), None
+    if bias_dtype != dtype:
+        return sums[0].to(dtype), sums[1].to(bias_dtype)
+    weight, bias = sums.to(dtype).unbind()
+    return weight, bias
+
+
+def linear_in_one_call(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, weights: Weights, call: Call
+) -> Tensor | None:
+    """y [..., N] of a linear layer, differentiable; None where its steps run one by one. Something
+    needs a gradient."""
+    parameters = Parameters(None, None, weight_NK, bias_N)
+    plan = _plan(x, parameters, weights, call)
+    if plan is None:
+        return None
+    y: Tensor = OneCallLayer.apply(x, *parameters, weights, call, plan)[0]
+    return y
+
+
+def run_layer(
+    x: Tensor, parameters: Parameters, weights: Weights, call: Call
+) -> tuple[Tensor, Tensor | None]:
+    """(y [..., N] or [..., H], z [..., K] or None) of x [..., K] in MXFP8, differentiable."""
+    if needs_gradient(x, *parameters):
+        plan = _plan(x, parameters, weights, call)
+        if plan is None:
+            made = LayerFunction.apply(x, *parameters, weights, call)
+        else:
+            made = OneCallLayer.apply(x, *parameters, weights, call, plan)
+        return made[0], made[1] if call.return_z else None
+    norm_weight, norm_bias, w1, b1, w2, b2 = parameters
+    settings, step = call.settings, call.step
+    plan_z = sequence_parallel.plan_input(x, settings, False, False, call.tokens)
+    row, _ = linear_recipe.weight_operands(weights.kept[0], w1, settings, False)
+    bias, tag = b1, call.tags[0]
+    if call.act is not None:
+        w2_row, _ = linear_recipe.weight_operands(weights.kept[1], w2, settings, False)
+    parts = step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan_z.target)
+    q = sequence_parallel.rows_of_all(parts.quantized.row, call.tokens)
+    if call.act is not None:
+        plan_a = linear_recipe.plan_input(x.device, settings, False)
+        _, _, qa = activated(q, row, b1, call, plan_a, False)
+        q, row, bias, tag = _row(qa), w2_row, b2, call.tags[1]
+    y_M = linear_recipe.fprop(q, row, bias, settings, step.dtype, tag)
+    y = sequence_parallel.unflatten_all(y_M, x, call.tokens)
+    return y, None if parts.z is None else shaped(parts.z, x.shape)

@@ -1,0 +1,596 @@
+"""Whole layers of Hopper, one native call each way: the steps that autograd would run, of the same
+kernels on the same bytes, as sequences (sequence.py) with what only they read in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS
+from te_mx.backends.reference.fused_math import inverse
+from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.fused import makes
+from te_mx.backends.sm90.sequence import At, Place, Room, Source, Steps, Sums, Unfit, target
+from te_mx.dispatch.fused import ACT_IDS
+from te_mx.dispatch.layer import (
+    Buffers,
+    Gradients,
+    Inputs,
+    LayerKernel,
+    LayerPlan,
+    LayerProblem,
+    Product,
+    Saved,
+)
+from te_mx.dispatch.linear import Into, Part, Weight
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import is_stochastic
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand
+
+_F32, _U8 = torch.float32, torch.uint8
+_ALIGNMENT = 16  # of matrices that kernels make and read
+# The arguments of a run. Of a weight: itself and its stride, or codes and scales.
+_WEIGHTS = "w1", "w1_beside", "w2", "w2_beside"
+FORWARD = (
+    "stream", "work", "columns", "others", "y", "z", "x", "x_stride", "norm_weight", "norm_bias",
+    *_WEIGHTS, "b1", "b2",
+)  # fmt: skip
+BACKWARD = (
+    "stream", "work", "columns", "others", "g", "g_stride", "x", "x_stride", "norm_weight",
+    "seed1", "seed2", *_WEIGHTS, "dx", "norm_sums", "dw1", "dw1_add", "dw2", "dw2_add", "db1",
+    "db2",
+)  # fmt: skip
+
+
+class _Kept(NamedTuple):
+    """Where things lie in the buffers that forward leaves for backward, and their sizes."""
+
+    columns: int
+    others: int
+    mean: Place | None
+    rstd: Place | None
+    h: Place | None
+    inputs: tuple[At | None, ...]
+    weights: tuple[At | None, ...]
+
+
+def _kept(p: LayerProblem) -> _Kept:
+    columns, others = Room("columns"), Room("others")
+    mean = rstd = h = None
+    if p.norm is not None and p.need_dx:
+        mean = None if p.norm.kind == "RMSNorm" else columns.matrix(p.m, 1, _F32)
+        rstd = columns.matrix(p.m, 1, _F32)
+    if p.second is not None:
+        h = others.matrix(p.m, p.first.n, p.dtype)
+    products = p.first, p.second
+    inputs = [
+        columns.operand(p.formats.x[1], one.k, p.m) if one is not None and one.need_dw else None
+        for one in products
+    ]
+    weights = [
+        others.operand(p.formats.w[1], one.k, one.n)
+        if one is not None and one.kept and not one.given
+        else None
+        for one in products
+    ]
+    return _Kept(columns.size, others.size, mean, rstd, h, tuple(inputs), tuple(weights))
+
+
+def _given(name: str, spec: str, rows: int, k: int) -> At:
+    """The operand of a weight that was made before."""
+    return At(Place(name), Place(f"{name}_beside"), spec, rows, k)
+
+
+def _weight(name: str, product: Product) -> Source:
+    return Source(Place(name), product.n, product.k, product.dtype, f"{name}_beside")
+
+
+def _act(p: LayerProblem) -> dict[str, Any]:
+    act = p.act
+    assert act is not None
+    return {
+        "act": ACT_IDS[act.base], "gated": act.gated, "limit": act.limit, "alpha": act.alpha,
+        "offset": act.offset,
+    }  # fmt: skip
+
+
+def _matrix(name: str, source: Source) -> dict[str, Any]:
+    at, rows, cols, dtype, stride = source
+    return {
+        f"{name}_data": at, f"{name}_rows": rows, f"{name}_cols": cols,
+        f"{name}_row_stride": Place(stride) if stride else cols,
+        f"{name}_dtype": FLOAT_DTYPES[dtype],
+    }  # fmt: skip
+
+
+class _Builder:
+    """The sequences of a problem."""
+
+    def __init__(self, p: LayerProblem) -> None:
+        for spec in (*p.formats.x, *p.formats.w, *p.formats.g):
+            if not spec_of(spec).layout.name.startswith("sm90"):
+                raise Unfit  # a product packs it first
+        self.p, self.device, self.kept = p, p.device, _kept(p)
+        self.how = p.formats.precision, p.formats.spread
+        self.kernels: list[str] = []
+
+    # ------------------------------------------------------------------------------------- forward
+    def forward(self) -> tuple[Any, int]:
+        """The sequence, and bytes of its workspace."""
+        p, temp = self.p, Room("work")
+        steps, formats, second = Steps(self.device, FORWARD, temp), p.formats, p.second
+        rows = [
+            _given(name, formats.w[0], one.n, one.k) if one.given
+            else temp.operand(formats.w[0], one.n, one.k)
+            for name, one in (("w1", p.first), ("w2", second)) if one is not None
+        ]  # fmt: skip
+        reads = [
+            [] if one.given else steps.reads(
+                _weight(name, one), formats.rule, (rows[i], self.kept.weights[i])
+            )
+            for i, (name, one) in enumerate((("w1", p.first), ("w2", second))) if one is not None
+        ]  # fmt: skip
+        x = Source(Place("x"), p.m, p.first.k, p.x_dtype, "x_stride")
+        z = temp.operand(formats.x[0], p.m, p.first.k)
+        to = z, self.kept.inputs[0]
+        if p.norm is None:
+            steps.together(reads[0], steps.reads(x, formats.rule, to))
+            if second is not None:
+                steps.together(reads[1], [])
+        else:
+            steps.together(reads[0], reads[1] if second is not None else [])
+            self._normalize(steps, x, to)
+        bias: dict[str, Any] = {}
+        if p.first.bias is not None:
+            bias = {"bias": Place("b1"), "bias_dtype": FLOAT_DTYPES[p.first.bias]}
+        if second is None:
+            self.kernels.append(steps.gemm(z, rows[0], Place("y"), p.dtype, self.how, **bias))
+            return steps.made(), temp.size
+        a = self._activated(steps, z, rows[0], bias)
+        bias = {}
+        if second.bias is not None:
+            bias = {"bias": Place("b2"), "bias_dtype": FLOAT_DTYPES[second.bias]}
+        self.kernels.append(steps.gemm(a, rows[1], Place("y"), p.dtype, self.how, **bias))
+        return steps.made(), temp.size
+
+    def _normalize(self, steps: Steps, x: Source, to: tuple[At, At | None]) -> None:
+        """z of x to operands, by way of memory where the kernel does not end in the quantizer."""
+        p, temp, norm, rule = self.p, steps.temp, self.p.norm, self.p.formats.rule
+        assert norm is not None
+        if p.x_dtype not in (p.dtype, _F32):
+            raise Unfit
+        row, col = ("" if one is None else one.spec for one in to)
+        mean, rstd = self.kept.mean, self.kept.rstd
+        if rstd is None:
+            mean = None if norm.kind == "RMSNorm" else temp.matrix(p.m, 1, _F32)
+            rstd = temp.matrix(p.m, 1, _F32)
+        fields = _matrix("x", x) | {
+            "rms": norm.kind == "RMSNorm", "eps": norm.eps, "inverse": inverse(p.first.k),
+            "weight": Place("norm_weight"), "rstd": rstd, "z_dtype": FLOAT_DTYPES[p.dtype],
+            "counters": temp.matrix(1 + (p.m + 127) // 128, 1, _F32),
+        }  # fmt: skip
+        if mean is not None:
+            fields["mean"] = mean
+        if p.norm_bias:
+            fields["bias"] = Place("norm_bias")
+        if makes(row, col, rule, p.dtype, norm=True):
+            if p.return_z:
+                fields["z"] = Place("z")
+            steps.add("normalize", ("NormArgs", fields | target(row, col, rule, to)))
+            return
+        where = Place("z") if p.return_z else temp.matrix(p.m, p.first.k, p.dtype)
+        z = Source(where, p.m, p.first.k, p.dtype)
+        steps.add("normalize", ("NormArgs", fields | {"z": z.at}))
+        steps.quantize(z, rule, to)
+
+    def _activated(self, steps: Steps, z: At, w: At, bias: dict[str, Any]) -> At:
+        """The operand of a = act(h)."""
+        p, temp, second, act = self.p, steps.temp, self.p.second, self.p.act
+        assert second is not None and act is not None and self.kept.h is not None
+        h, rule = Source(self.kept.h, p.m, p.first.n, p.dtype), p.formats.rule
+        to = temp.operand(p.formats.x[0], p.m, second.k), self.kept.inputs[1]
+        row, col = p.formats.x[0], "" if to[1] is None else to[1].spec
+        if act.gelu_form is not None:
+            a = Source(temp.matrix(p.m, second.k, p.dtype), p.m, second.k, p.dtype)
+            self.kernels.append(steps.gemm(
+                z, w, a.at, p.dtype, self.how, gelu=GELUS[act.gelu_form], aux=h.at,
+                aux_dtype=FLOAT_DTYPES[p.dtype], **bias,
+            ))  # fmt: skip
+            steps.quantize(a, rule, to)
+            return to[0]
+        self.kernels.append(steps.gemm(z, w, h.at, p.dtype, self.how, **bias))
+        fields = _matrix("h", h) | _act(p) | {"out_dtype": FLOAT_DTYPES[p.dtype]}
+        if makes(row, col, rule, p.dtype):
+            steps.add("activate", ("ActArgs", fields | target(row, col, rule, to)))
+            return to[0]
+        a = Source(temp.matrix(p.m, second.k, p.dtype), p.m, second.k, p.dtype)
+        steps.add("activate", ("ActArgs", fields | {"out": a.at}))
+        steps.quantize(a, rule, to)
+        return to[0]
+
+    # ------------------------------------------------------------------------------------ backward
+    def backward(
+        self, g_dtype: torch.dtype, into: tuple[torch.dtype | None, ...], apart: bool
+    ) -> tuple[Any, int]:
+        """The same. into: the dtypes that weight gradients are written in, None for columns that
+        stay. apart: without the normalization."""
+        p, temp = self.p, Room("work")
+        steps, formats = Steps(self.device, BACKWARD, temp), p.formats
+        first, second = p.first, p.second
+        spare = temp
+        last, number = (first, 1) if second is None else (second, 2)
+        source = Source(Place("g"), p.m, last.n, g_dtype, "g_stride")
+        through = p.need_dx if second is None else True
+        to = self._gradient(temp, last, through, into[-1], number)
+        sums = self._sums(temp, f"db{number}", last)
+        g = steps.reads(source, formats.g_rule, to, sums, self._seed("seed1"))
+        w = self._columns(steps, number, last) if through else ([], None)
+        steps.together(w[0], g)
+        if second is not None:
+            assert to[0] is not None and w[1] is not None
+            to_h = self._gradient(temp, first, p.need_dx, into[0], 1)
+            back = self._columns(steps, 1, first) if p.need_dx else ([], None)
+            spare = self._through(steps, to[0], w[1], to_h, back[0])
+            self._wgrad(steps, to[1], 1, into[1])
+            to, w = to_h, back
+        if p.need_dx:
+            assert to[0] is not None and w[1] is not None
+            self._dgrad(steps, to[0], w[1], apart, spare)
+        self._wgrad(steps, to[1], 0, into[0])
+        return steps.made(), temp.size
+
+    def _gradient(
+        self, temp: Room, product: Product, row: bool, into: torch.dtype | None, number: int
+    ) -> tuple[At | None, At | None]:
+        """Where an output gradient [m, n] goes: its columns where they stay if they do."""
+        specs, m = self.p.formats.g, self.p.m
+        col = None
+        if product.need_dw:
+            room = temp if into is not None else Room(f"dw{number}")
+            col = room.operand(specs[1], product.n, m)
+        return temp.operand(specs[0], m, product.n) if row else None, col
+
+    def _seed(self, name: str) -> Place | None:
+        return Place(name) if is_stochastic(self.p.formats.g_rule) else None
+
+    def _sums(self, temp: Room, name: str, product: Product) -> Sums | None:
+        if not product.need_db:
+            return None
+        assert product.bias is not None
+        return Sums(
+            Place(name), product.bias, temp.matrix((self.p.m + 127) // 128, product.n, _F32)
+        )
+
+    def _columns(self, steps: Steps, number: int, product: Product) -> tuple[list[Any], At]:
+        """The reads that make the columns of a weight, and where these are."""
+        name, formats = f"w{number}", self.p.formats
+        spec = formats.w[1]
+        if product.given:
+            return [], _given(name, spec, product.k, product.n)
+        kept = self.kept.weights[number - 1]
+        if kept is not None:
+            return [], kept
+        made = steps.temp.operand(spec, product.k, product.n)
+        return steps.reads(_weight(name, product), formats.w_columns_rule, (None, made)), made
+
+    def _through(
+        self, steps: Steps, g: At, w: At, to: tuple[At | None, At | None], others: list[Any]
+    ) -> Room:
+        """The gradient of h, to operands, with its sums. others: reads that go beside these.
+        Returns room that is free then."""
+        p, temp, act, rule = self.p, steps.temp, self.p.act, self.p.formats.g_rule
+        assert act is not None and p.second is not None and self.kept.h is not None
+        row, col = ("" if one is None else one.spec for one in to)
+        if not (row or col):
+            raise Unfit
+        h = Source(self.kept.h, p.m, p.first.n, p.dtype)
+        dtype, seed = FLOAT_DTYPES[p.dtype], self._seed("seed2")
+        if act.gelu_form is not None:
+            dh = Source(temp.matrix(p.m, p.first.n, p.dtype), p.m, p.first.n, p.dtype)
+            sums: dict[str, Any] = {}
+            if p.first.need_db:
+                sums = {"bias_grad_kind": BIAS_GRADS["result"], "bias_grad": Place("db1")}
+            steps.gemm(
+                g, w, dh.at, p.dtype, self.how, gelu=GELUS[act.gelu_form], gelu_in=h.at,
+                gelu_in_dtype=dtype, **sums,
+            )  # fmt: skip
+            steps.together(others, steps.reads(dh, rule, to, None, seed))
+            return dh.over()
+        da = Source(temp.matrix(p.m, p.second.k, p.dtype), p.m, p.second.k, p.dtype)
+        steps.gemm(g, w, da.at, p.dtype, self.how)
+        of_columns = self._sums(temp, "db1", p.first)
+        fields = _matrix("h", h) | _matrix("grad", da) | _act(p) | {"out_dtype": dtype}
+        if makes(row, col, rule, p.dtype):
+            steps.together(others, [])
+            record = fields | target(row, col, rule, to, of_columns)
+            steps.add("activate", ("ActArgs", record))
+            return da.over()
+        dh = Source(temp.matrix(p.m, p.first.n, p.dtype), p.m, p.first.n, p.dtype)
+        steps.add("activate", ("ActArgs", fields | {"out": dh.at}))
+        steps.together(others, steps.reads(dh, rule, to, of_columns, seed))
+        return da.over()
+
+    def _dgrad(self, steps: Steps, g: At, w: At, apart: bool, spare: Room) -> None:
+        """dx, through the normalization if there is one."""
+        p, temp = self.p, steps.temp
+        if p.norm is None:
+            dtype = p.x_dtype
+            if p.second is not None and p.x_dtype != p.dtype:
+                raise Unfit  # which is rounded twice
+            steps.gemm(g, w, Place("dx"), dtype, self.how)
+            return
+        if apart:
+            steps.gemm(g, w, Place("dx"), p.dtype, self.how)
+            return
+        m, k = p.m, p.first.k
+        room = spare if spare.has(m * k * p.dtype.itemsize) else temp
+        dz = Source(room.matrix(m, k, p.dtype), m, k, p.dtype)
+        steps.gemm(g, w, dz.at, p.dtype, self.how)
+        assert self.kept.rstd is not None
+        x = Source(Place("x"), m, k, p.x_dtype, "x_stride")
+        sums = steps.native.norm_partial_sums(m) * 2 * k
+        fields = _matrix("dz", dz) | _matrix("x", x) | {
+            "rms": p.norm.kind == "RMSNorm", "inverse": inverse(k), "dx": Place("dx"),
+            "dx_dtype": FLOAT_DTYPES[p.x_dtype], "weight": Place("norm_weight"),
+            "rstd": self.kept.rstd, "dweight": Place("norm_sums"),
+            "dbias": Place("norm_sums", 4 * k), "partial": temp.matrix(sums, 1, _F32),
+            "row_sums": temp.matrix(2 * m, 1, _F32),
+            "counters": temp.matrix(1 + (m + 127) // 128, 1, _F32),
+        }  # fmt: skip
+        if self.kept.mean is not None:
+            fields["mean"] = self.kept.mean
+        steps.add("normalize_backward", ("NormGradArgs", fields))
+
+    def _wgrad(self, steps: Steps, g: At | None, i: int, into: torch.dtype | None) -> None:
+        x = self.kept.inputs[i]
+        if g is None or x is None or into is None:
+            return
+        name = f"dw{i + 1}"
+        steps.gemm(g, x, Place(name), into, self.how, accumulate=Place(f"{name}_add"))
+
+
+class Plan(LayerPlan):
+    def __init__(self, p: LayerProblem) -> None:
+        self.problem, self.device, self.builder = p, p.device, _Builder(p)
+        self.sequence, self.work = self.builder.forward()
+        self.kernels = tuple(self.builder.kernels)
+        self.room, self.w = self.builder.kept, p.formats.w
+        stochastic = is_stochastic(p.formats.g_rule)
+        self.seeds = 0 if not stochastic else 1 if p.second is None else 2
+        self.products = (p.first,) if p.second is None else (p.first, p.second)
+        self.n = self.products[-1].n
+        self._backward: dict[tuple[Any, ...], tuple[Any, int] | None] = {}
+        self.summed = [one.bias for one in self.products]
+        if p.act is not None and p.act.gelu_form is not None:
+            self.summed[0] = _F32  # by a GEMM
+        # That of the usual call, so that what native code does not take is known before forward.
+        self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
+        if self._back(p.dtype, self.usual, p.return_z) is None:
+            raise Unfit
+
+    def _back(
+        self, g_dtype: torch.dtype, into: tuple[torch.dtype | None, ...], apart: bool
+    ) -> tuple[Any, int] | None:
+        key = g_dtype, into, apart
+        found = self._backward.get(key, ...)
+        if found is ...:
+            try:
+                found = self.builder.backward(*key) if g_dtype in FLOAT_DTYPES else None
+            except Unfit:
+                found = None
+            self._backward[key] = found
+        return found
+
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        x, norm_weight, norm_bias, weights, biases = given
+        device, p, room = self.device, self.problem, self.room
+        y = torch.empty((*x.shape[:-1], self.n), dtype=p.dtype, device=device)
+        z = torch.empty(x.shape, dtype=p.dtype, device=device) if p.return_z else None
+        columns = torch.empty(room.columns, dtype=_U8, device=device)
+        others = torch.empty(room.others, dtype=_U8, device=device) if room.others else None
+        work = torch.empty(self.work, dtype=_U8, device=device)
+        x, x_stride = _rows(x, p.first.k)
+        w, _alive = _forward_addresses(weights)
+        b = [None if one is None else one.contiguous() for one in biases]
+        b1, b2 = (0 if one is None else one.data_ptr() for one in b)
+        status = self.sequence.run(
+            binding.stream(device.index), work.data_ptr(), columns.data_ptr(),
+            0 if others is None else others.data_ptr(), y.data_ptr(),
+            0 if z is None else z.data_ptr(), x.data_ptr(), x_stride,
+            0 if norm_weight is None else norm_weight.data_ptr(),
+            0 if norm_bias is None else norm_bias.data_ptr(), *w, b1, b2,
+        )  # fmt: skip
+        if status:
+            _did_not_start(status)
+        return y, z, columns, others
+
+    def backward(
+        self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
+        weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
+        apart: bool,
+    ) -> Gradients | None:  # fmt: skip
+        p, device, products = self.problem, self.device, self.products
+        wanted = self.usual
+        if any(into):
+            wanted = tuple([
+                dtype if to is None else None if to.out is None else to.out.dtype
+                for dtype, to in zip(wanted, into, strict=True)
+            ])  # fmt: skip
+        made = self._back(g.dtype, wanted, apart)
+        if made is None:
+            return None
+        x, shape, norm_weight = given
+        g, g_stride = _rows(g, self.n)
+        w, _alive = _backward_addresses(weights)
+        work = torch.empty(made[1], dtype=_U8, device=device)
+        dx = norm = None
+        x_at = x_stride = scale_at = norm_at = 0
+        if x is not None and norm_weight is not None:
+            x, x_stride = _rows(x, p.first.k)
+            x_at, scale_at = x.data_ptr(), norm_weight.data_ptr()
+        if p.need_dx:
+            dtype = p.dtype if apart else p.x_dtype
+            if apart:
+                shape = torch.Size((p.m, p.first.k))
+            dx = torch.empty(shape, dtype=dtype, device=device)
+            if p.norm is not None and not apart:
+                norm = torch.empty((2, p.first.k), dtype=_F32, device=device)
+                norm_at = norm.data_ptr()
+        dws: list[Any] = []
+        dbs: list[Tensor | None] = []
+        places: list[int] = []
+        db_places: list[int] = []
+        for i, (one, to) in enumerate(zip(products, into, strict=True)):
+            dw: Any = None
+            at = add = 0
+            if one.need_dw and to is not None and to.out is None:
+                room = Room("dw")
+                where = room.operand(p.formats.g[1], one.n, p.m)
+                left = torch.empty(room.size, dtype=_U8, device=device)
+                dw, at = _view(left, where), left.data_ptr()
+            elif one.need_dw:
+                if to is None:
+                    dw = torch.empty((one.n, one.k), dtype=one.dtype, device=device)
+                else:
+                    dw, add = to.out, int(to.accumulate)
+                    if not dw.is_inference():
+                        torch.autograd.graph.increment_version(dw)
+                at = dw.data_ptr()
+            places += (at, add)
+            dws.append(dw)
+            db = torch.empty(one.n, dtype=self.summed[i], device=device) if one.need_db else None
+            dbs.append(db)
+            db_places.append(0 if db is None else db.data_ptr())
+        if len(dws) == 1:
+            places += 0, 0
+        status = made[0].run(
+            binding.stream(device.index), work.data_ptr(), kept[0].data_ptr(),
+            0 if kept[1] is None else kept[1].data_ptr(), g.data_ptr(), g_stride, x_at, x_stride,
+            scale_at, seeds[0].data_ptr() if seeds else 0, seeds[-1].data_ptr() if seeds else 0,
+            *w, 0 if dx is None else dx.data_ptr(), norm_at, *places, db_places[0], db_places[-1],
+        )  # fmt: skip
+        if status:
+            _did_not_start(status)
+        return Gradients(dx, norm, tuple(dws), tuple(dbs))
+
+    def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
+        p, room = self.problem, self.room
+
+        def vector(at: Place | None) -> Tensor | None:
+            return None if at is None else _values(columns, at, (p.m,), _F32)
+
+        def operands(side: tuple[At | None, ...], buffer: Any) -> tuple[Operand | None, ...]:
+            return tuple(None if at is None else _view(buffer, at) for at in side)
+
+        h = None
+        if room.h is not None and others is not None:
+            h = _values(others, room.h, (p.m, p.first.n), p.dtype)
+        inputs, weights = operands(room.inputs, columns), operands(room.weights, others)
+        return Saved(vector(room.mean), vector(room.rstd), h, inputs, weights)
+
+    def given_columns(self, i: int, part: Part) -> Operand:
+        one, (codes, scales) = self.products[i], part
+        assert scales is not None
+        return Operand(codes, scales, self.w[1], one.k, one.n)
+
+    def as_saved(self, kept: Sequence[Tensor | None]) -> list[Any]:
+        made = list(kept)
+        for i, buffer in enumerate(made[:2]):
+            if buffer is not None and not (
+                buffer.is_contiguous() and buffer.data_ptr() % _ALIGNMENT == 0
+            ):
+                made[i] = buffer.clone(memory_format=torch.contiguous_format)
+        for i, scales in enumerate(made[3::2]):
+            if scales is not None:
+                codes = made[2 + 2 * i]
+                assert codes is not None
+                operand = self.given_columns(i, (codes, scales)).checked("the weight")
+                made[2 + 2 * i : 4 + 2 * i] = operand.codes, operand.scales
+        return made
+
+
+def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
+    """A matrix of the rows of x [..., k], and how far apart they are."""
+    if x.is_contiguous():
+        return x, k
+    x_MK = x if x.dim() == 2 else x.reshape(-1, k)
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    return x_MK, x_MK.stride(0)
+
+
+def _forward_addresses(weights: Sequence[Tensor | Weight]) -> tuple[list[int], list[Tensor]]:
+    """Of every weight two arguments; and what must live until the call is enqueued."""
+    found: list[int] = []
+    alive: list[Tensor] = []
+    for weight in weights:
+        if isinstance(weight, Weight):
+            codes, scales = weight.row
+            assert scales is not None
+            found += codes.data_ptr(), scales.data_ptr()
+        else:
+            alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
+            found += alive[-1].data_ptr(), alive[-1].stride(0)
+    return (found if len(found) == 4 else [*found, 0, 0]), alive
+
+
+def _backward_addresses(weights: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
+    """The same of weights, or columns of weights, that were saved."""
+    found: list[int] = []
+    alive: list[Tensor] = []
+    for weight, scales in zip(weights[::2], weights[1::2], strict=True):
+        if weight is None:
+            found += 0, 0
+        elif scales is not None:
+            found += weight.data_ptr(), scales.data_ptr()
+        else:
+            alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
+            found += alive[-1].data_ptr(), alive[-1].stride(0)
+    return (found if len(found) == 4 else [*found, 0, 0]), alive
+
+
+def _values(kept: Tensor, at: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return kept[at.offset : at.offset + nbytes].view(dtype).view(shape)
+
+
+def _view(buffer: Tensor, at: At) -> Operand:
+    """An operand where it lies in a buffer."""
+    fmt, layout = spec_of(at.spec)
+    (_, shape), ld = layout.shapes(fmt, at.rows, at.k), (at.k + 15) & -16
+    codes = _values(buffer, at.codes, (at.rows, ld), _U8)
+    scales = _values(buffer, at.scales, shape, layout.scales_dtype(fmt))
+    return Operand(codes[:, : at.k], scales, at.spec, at.rows, at.k)
+
+
+def _did_not_start(status: int) -> None:
+    binding.supported(status)
+    raise RuntimeError("te_mx internal error: a Hopper kernel did not start")
+
+
+class Layers(LayerKernel):
+    """In sequences of the kernels that would run the steps."""
+
+    name = "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
+        if reason is None and problem.precision != "adaptive":
+            reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
+        return reason or ("keeps K in one piece" if problem.split_k else None)
+
+    def make_plan(self, problem: LayerProblem) -> LayerPlan | None:
+        try:
+            return Plan(problem)
+        except Unfit:
+            return None
+
+
+register(Layers())

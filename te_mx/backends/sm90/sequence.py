@@ -1,0 +1,256 @@
+"""Sequences of native calls of Hopper, made once for layers of one size: the records of their
+steps, and where in them the addresses of a run go."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    LAYOUTS,
+    format_fields,
+)
+from te_mx.backends.native import fields_to, words_of
+from te_mx.backends.sm90 import binding, blockwise
+from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.dispatch.registry import pick
+from te_mx.layouts import spec_of
+
+QUANTIZERS = "sm90", "sm90_random", blockwise.NAME
+AT_ONCE = "sm90", blockwise.NAME  # of which two matrices go in one call
+_APART = 256  # bytes between things in one buffer
+
+
+class Unfit(Exception):
+    """A step does not run in a sequence, or not by the kernel that would run it by itself."""
+
+
+class Place(NamedTuple):
+    """An address of a run: that of an argument, and bytes behind it."""
+
+    argument: str
+    offset: int = 0
+
+
+class At(NamedTuple):
+    """An operand [rows, k] in a buffer, or two tensors."""
+
+    codes: Place
+    scales: Place
+    spec: str
+    rows: int
+    k: int
+
+
+class Room:
+    """Places in one buffer, one behind the other, or in a part of it that is not read again."""
+
+    def __init__(self, argument: str, start: int = 0, end: int | None = None) -> None:
+        self.argument, self.size, self._end = argument, start, end
+
+    def has(self, nbytes: int) -> bool:
+        """Whether there is place for so many bytes."""
+        return self._end is None or self.size + nbytes <= self._end
+
+    def take(self, nbytes: int) -> Place:
+        at = self.size
+        self.size = at + -(-nbytes // _APART) * _APART
+        return Place(self.argument, at)
+
+    def matrix(self, rows: int, cols: int, dtype: torch.dtype) -> Place:
+        return self.take(rows * cols * dtype.itemsize)
+
+    def operand(self, spec: str, rows: int, k: int) -> At:
+        fmt, layout = spec_of(spec)
+        (_, scales), dtype = layout.shapes(fmt, rows, k), layout.scales_dtype(fmt)
+        codes = self.take(rows * ((k + 15) & -16))
+        return At(codes, self.take(math.prod(scales) * dtype.itemsize), spec, rows, k)
+
+
+class Source(NamedTuple):
+    """A matrix that is read: where it lies, and how far apart its rows are, an argument unless they
+    are compact."""
+
+    at: Place
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    stride: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of a compact one."""
+        return self.rows * self.cols * self.dtype.itemsize
+
+    def over(self) -> Room:
+        """Where it lies, for what is made when it has been read."""
+        argument, offset = self.at
+        return Room(argument, offset, offset + self.nbytes)
+
+
+class Sums(NamedTuple):
+    """Where the sums of columns go, of a dtype, with room for partial ones."""
+
+    at: Place
+    dtype: torch.dtype
+    partial: Place
+
+
+Fields = dict[str, Any]
+
+
+class Steps:
+    """A sequence as it is put together: `arguments` names those of a run, the stream first."""
+
+    def __init__(self, device: torch.device, arguments: tuple[str, ...], temp: Room) -> None:
+        self.device, self.temp = device, temp
+        self._numbers = {name: i for i, name in enumerate(arguments)}
+        self._steps: list[tuple[str, tuple[Any, ...], list[tuple[int, str, int, int]]]] = []
+        self.native: Any = binding.native()
+
+    def made(self) -> Any:
+        """The sequence."""
+        index = self.device.index
+        return self.native.sequence(self._steps, -1 if index is None else index, len(self._numbers))
+
+    def add(self, call: str, *records: tuple[str, Fields]) -> None:
+        """A call of records, each the name of its type and its fields; places among these differ
+        from run to run."""
+        made, arguments = [], []
+        for i, (kind, fields) in enumerate(records):
+            fixed = {name: v for name, v in fields.items() if not isinstance(v, Place)}
+            made.append(getattr(self.native, kind)(**fixed))
+            places = {"stream": Place("stream")} | {
+                name: v for name, v in fields.items() if isinstance(v, Place)
+            }
+            arguments += [
+                (i, name, self._numbers[at.argument], at.offset) for name, at in places.items()
+            ]
+        self._steps.append((call, tuple(made), arguments))
+
+    # ----------------------------------------------------------------------------------- quantizers
+    def passes(
+        self, source: Source, row: str, col: str, rule: str
+    ) -> list[tuple[str, str, str]]:  # fmt: skip
+        """(row, col, kernel) of the reads that make both: one, or one for each direction."""
+
+        def kernel(row: str, col: str) -> str:
+            sizes = source.rows, source.cols, 1
+            return pick("quantize", self.device, row, col, sizes, source.dtype, rule=rule).name
+
+        if not (row or col):
+            return []
+        for tried in ([(row, col)], [(row, ""), ("", col)]):
+            found = [(*one, kernel(*one)) for one in tried if any(one)]
+            if all(name in QUANTIZERS for *_, name in found):
+                return found
+        raise Unfit
+
+    def quantizer(
+        self, source: Source, made: tuple[str, str, str], rule: str,
+        to: tuple[At | None, At | None], sums: Sums | None = None, seed: Place | None = None,
+    ) -> tuple[str, Fields]:  # fmt: skip
+        """The record of one read of a matrix."""
+        at, rows, cols, dtype, stride = source
+        fields: Fields = {
+            "x_data": at, "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype],
+            "x_row_stride": Place(stride) if stride else cols,
+        }  # fmt: skip
+        fields |= target(made[0], made[1], rule, to, sums)
+        if seed is not None:
+            fields["seed"] = seed
+        return "QuantizeArgs", fields
+
+    def quantize(
+        self, source: Source, rule: str, to: tuple[At | None, At | None], sums: Sums | None = None,
+        seed: Place | None = None,
+    ) -> None:  # fmt: skip
+        """A matrix to operands, and its sums with the first read."""
+        for record in self.reads(source, rule, to, sums, seed):
+            self.add("quantize", record[1])
+
+    def reads(
+        self, source: Source, rule: str, to: tuple[At | None, At | None], sums: Sums | None = None,
+        seed: Place | None = None,
+    ) -> list[tuple[str, tuple[str, Fields]]]:  # fmt: skip
+        """The reads of a matrix: the kernel of each, and its record."""
+        row, col = ("" if one is None else one.spec for one in to)
+        made = self.passes(source, row, col, rule)
+        if not made and sums is not None:
+            raise Unfit
+        found = []
+        for i, one in enumerate(made):
+            where = to[0] if one[0] else None, to[1] if one[1] else None
+            call = self.quantizer(source, one, rule, where, None if i else sums, seed)
+            found.append((one[2], call))
+        return found
+
+    def together(
+        self, first: list[tuple[str, tuple[str, Fields]]],
+        second: list[tuple[str, tuple[str, Fields]]],
+    ) -> None:  # fmt: skip
+        """Reads of matrices that do not depend on each other: one of each at the same time where
+        that can be; `first` without sums."""
+        if first and second and all(one[0][0] in AT_ONCE for one in (first, second)):
+            self.add("quantize_two", first[0][1], second[0][1])
+            first, second = first[1:], second[1:]
+        for _, record in (*first, *second):
+            self.add("quantize", record)
+
+    # ------------------------------------------------------------------------------------- products
+    def gemm(
+        self, lhs: At, rhs: At, out: Place, out_dtype: torch.dtype, how: tuple[str, int],
+        **epilogue: Any,
+    ) -> str:  # fmt: skip
+        """out [m, n] = epilogue(lhs @ rhs^T), with further fields of the record; how: precision and
+        spread. Returns the name of the kernel."""
+        precision, spread = how
+        sizes = lhs.rows, rhs.rows, lhs.k
+        kernel = pick(
+            "gemm", self.device, lhs.spec, rhs.spec, sizes, out_dtype, precision, "", spread
+        )
+        aligned = [blockwise.is_aligned(one.spec) for one in (lhs, rhs)]
+        fits = kernel.name == ADAPTIVE or (
+            kernel.name == blockwise.NAME and aligned[0] == aligned[1]
+        )
+        if not fits or kernel.configuration:
+            raise Unfit
+        fields: Fields = {
+            "out": out, "out_dtype": FLOAT_DTYPES[out_dtype], "ldo": rhs.rows, **epilogue,
+        }  # fmt: skip
+        for side, one in (("lhs", lhs), ("rhs", rhs)):
+            word, order = words_of(one.spec)
+            known = {
+                "rows": one.rows, "k": one.k, "layout": LAYOUTS[order], "codes": one.codes,
+                "scales": one.scales, **format_fields(word),
+            }  # fmt: skip
+            fields |= {f"{side}_{name}": value for name, value in known.items()}
+        # How much scratch it needs does not depend on addresses, but on which there are.
+        asked = {name: 1 if isinstance(v, Place) else v for name, v in fields.items()}
+        nbytes = self.native.workspace_bytes(self.native.GemmArgs(**asked))
+        if nbytes:
+            fields |= {"workspace": self.temp.take(nbytes), "workspace_bytes": nbytes}
+        self.add("gemm", ("GemmArgs", fields))
+        return kernel.name
+
+
+def target(
+    row: str, col: str, rule: str, to: tuple[At | None, At | None], sums: Sums | None = None
+) -> Fields:
+    """What a native record says of what is made of a matrix."""
+    spec = row or col
+    if not spec:
+        return {}
+    fields: Fields = dict(fields_to(row, col, rule))
+    for side, where in zip(("row", "col"), to, strict=True):
+        if where is not None:
+            fields |= {f"{side}_codes": where.codes, f"{side}_scales": where.scales}
+    if sums is not None:
+        fields |= {
+            "col_sum": sums.at, "col_sum_dtype": FLOAT_DTYPES[sums.dtype],
+            "col_sum_ws": sums.partial,
+        }  # fmt: skip
+    return fields

@@ -1,0 +1,150 @@
+"""What kernels are that run a layer of several steps in one call each way: a normalization or a
+quantizer, a product, and perhaps an activation and a second product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.fused import Activation, Norm
+from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.linear import Into, Part, Weight
+from te_mx.layouts.operand import Operand
+
+
+class Formats(NamedTuple):
+    """Specs of the operands of inputs, weights and output gradients, rowwise and columnwise, and
+    the rules of their scales: of inputs and weights, of columns of weights, of gradients."""
+
+    x: tuple[str, str]
+    w: tuple[str, str]
+    g: tuple[str, str]
+    rule: str
+    w_columns_rule: str
+    g_rule: str
+    precision: str
+    spread: int
+
+
+class Product(NamedTuple):
+    """y[m, n] = x[m, k] @ w[n, k]^T + bias: dtypes of both (None for no bias). given: the operands
+    of the weight were made before. kept: its columns are there after forward, made there or given.
+    need_dw, need_db: which gradients backward makes."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    bias: torch.dtype | None
+    given: bool
+    kept: bool
+    need_dw: bool
+    need_db: bool
+
+
+class LayerProblem(NamedTuple):
+    """z = norm(x), or x; h = z @ w1^T + b1; with an activation y = act(h) @ w2^T + b2, else h.
+
+    m: rows of x. x_dtype: of x; dtype: of z, h and y. norm_bias: whether the normalization has one.
+    need_dx: whether backward goes through the first product to x, with the gradients of the
+    normalization. return_z: whether forward returns z, too.
+    """
+
+    m: int
+    x_dtype: torch.dtype
+    dtype: torch.dtype
+    norm: Norm | None
+    norm_bias: bool
+    act: Activation | None
+    first: Product
+    second: Product | None
+    need_dx: bool
+    return_z: bool
+    formats: Formats
+    device: torch.device
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call: x [..., k]; weight and bias of the normalization in fp32; of every
+    product the weight [n, k], or operands of it, and the bias."""
+
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    weights: tuple[Tensor | Weight, ...]
+    biases: tuple[Tensor | None, ...]
+
+
+class Gradients(NamedTuple):
+    """What backward made; None for what nobody needs. norm: fp32 [2, k] of weight and bias.
+    weights: of every product; with LATER the columns of its output gradient. biases: in fp32 where
+    a GEMM sums them."""
+
+    dx: Tensor | None
+    norm: Tensor | None
+    weights: tuple[Any, ...]
+    biases: tuple[Tensor | None, ...]
+
+
+class Saved(NamedTuple):
+    """Views of what forward kept: the statistics of the normalization, h, the columns of the input
+    of each product, and those of each weight if forward made them."""
+
+    mean: Tensor | None
+    rstd: Tensor | None
+    h: Tensor | None
+    inputs: tuple[Operand | None, ...]
+    weights: tuple[Operand | None, ...]
+
+
+# What forward keeps, in two buffers: columns of the inputs, for dw, and statistics; all the rest.
+Buffers = tuple[Tensor, Tensor | None]
+
+
+class LayerPlan:
+    """Forward and backward of layers of one size, each one call."""
+
+    problem: LayerProblem
+    products: tuple[Product, ...]
+    kernels: tuple[str, ...]  # what multiplies, of every product
+    seeds: int  # how many backward draws, for gradients that are rounded stochastically
+
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """(y [..., n], z [..., k] if it is returned, what backward needs)."""
+        raise NotImplementedError
+
+    def backward(
+        self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
+        weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
+        apart: bool,
+    ) -> Gradients | None:  # fmt: skip
+        """Of an output gradient [..., n]. given: x, its shape, and the weight of the normalization
+        in fp32. weights: of every product the weight and None, or codes and scales of its columns;
+        None for what lies in the buffers. into: as of LinearPlan.backward, of every product. apart:
+        dx is the gradient of z, and the normalization is left out. None for what native code does
+        not take: nothing ran."""
+        raise NotImplementedError
+
+    def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
+        """What lies in the buffers."""
+        raise NotImplementedError
+
+    def given_columns(self, i: int, part: Part) -> Operand:
+        """The columns of a weight that was given."""
+        raise NotImplementedError
+
+    def as_saved(self, kept: Sequence[Tensor | None]) -> list[Any]:
+        """Buffers and weights as they were saved, whatever hooks made of them."""
+        raise NotImplementedError
+
+
+class LayerKernel(Kernel):
+    """A layer as a plan that is made once."""
+
+    op = "layer"
+
+    def make_plan(self, problem: LayerProblem) -> Any:
+        """The plan of layers of one size; None where a step of theirs runs otherwise."""
+        raise NotImplementedError

@@ -1,0 +1,302 @@
+"""What `te_mx.freeze_weights` does to one module, and back: the part of every module that knows its
+weights by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx import formats
+from te_mx._ops import FLOAT_DTYPES, Operand, Stack, quantize_2d
+from te_mx.autograd.linear_recipe import at_rest, kept_weight
+from te_mx.recipes.settings import Settings
+from te_mx.torch_internals import is_managed
+from te_mx.weights import formats as frozen_formats
+from te_mx.weights.changes import id_of, register
+from te_mx.weights.formats import Fixed
+from te_mx.weights.frozen import Frozen, QuantizedOnly
+from te_mx.weights.ranks import above, here, is_spread
+from te_mx.weights.source import Sourced
+from te_mx.weights.split import part_names
+
+
+class Freezable(Sourced):
+    """Mixin of the modules, beside an nn.Module. A *key* names a weight of the module as the GEMMs
+    see it, whatever parameters hold it: split ones are joined, those of groups stacked."""
+
+    # Class attributes, not set in __init__: convert_model gives modules this class in place.
+    _bound: Settings | None = None  # what runs outside of regions, given by convert_model
+    # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
+    _saved_as: tuple[str, str] | None = None
+    _claim: dict[str, Any] | None = (
+        None  # the quantization_config that says so (weights/missing.py)
+    )
+    _weight_keys: tuple[str, ...] = ("weight",)
+
+    # -------------------------------------------------- what a module family says of its weights
+    def _whole(self, key: str) -> Tensor:
+        """The weight of this key."""
+        return getattr(self, key)
+
+    def _sample(self, key: str) -> Tensor:
+        """A tensor with the dtype and the device of the weight."""
+        return self._whole(key)
+
+    def _master_shape(self, key: str) -> tuple[int, ...]:
+        """The shape of the weight, of all groups together."""
+        return tuple(self._whole(key).shape)
+
+    def _each_of(self, key: str) -> list[Tensor]:
+        """The matrices of the weight that are quantized each by itself."""
+        return [self._whole(key)]
+
+    def _held_by(self, key: str) -> tuple[str, ...]:
+        """Names of the parameters that hold the weight, as far as it is not computed."""
+        return (key,)
+
+    def _parts_of(self, key: str) -> tuple[str, ...]:
+        """As `_held_by`, of a weight that is split (parameters_split) its parts."""
+        return self._held_by(key) if self._split is None else part_names(self._split, key)
+
+    def _made_of(self, key: str) -> dict[str, Tensor]:
+        """All that the weight is computed from, by name."""
+        assert isinstance(self, nn.Module)
+        computed: Any = self._modules.get("parametrizations") or {}
+        tensors: dict[str, Tensor] = {}
+        for name in self._parts_of(key):
+            if name in computed:
+                tensors |= computed[name].named_parameters(prefix=f"parametrizations.{name}")
+                tensors |= computed[name].named_buffers(prefix=f"parametrizations.{name}")
+            else:
+                tensors[name] = getattr(self, name)
+        return tensors
+
+    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> Any:
+        """The weight quantized, and packed for the kernels, for several calls."""
+        return kept_weight(here(self._whole(key)), settings, need_dx)
+
+    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
+        """Rowwise codes and scales of the weight."""
+        weight = here(self._whole(key)).detach()
+        row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
+        assert row is not None
+        return row.codes, row.scales
+
+    def _masters(self, key: str) -> dict[str, Tensor]:
+        """Values of the codes, by the names of the parameters that take them."""
+        return {key: self._source.values(self, key)}
+
+    # -------------------------------------------------------------------------- freezing and back
+    def why_not_frozen(self, drop_master: bool) -> str:
+        """Why this module cannot be frozen so, or an empty string."""
+        if self._source.dropped:
+            return ""
+        if drop_master and is_spread(*self._parameters.values()):  # type: ignore[attr-defined]
+            return (
+                "is a DTensor, and codes without a master are no part of one; freeze before it is "
+                "sharded, or use drop_master=False"
+            )
+        for key in self._weight_keys:
+            for weight in self._each_of(key):
+                if problem := _not_quantizable(here(weight)):
+                    return f"{key} {problem}"
+            if drop_master and not self._is_held(key):
+                return (
+                    f"{key} is computed by a parametrization or split into parameters, so there "
+                    "is no one master to drop; use drop_master=False"
+                )
+        return ""
+
+    @torch.no_grad()
+    def freeze(
+        self, settings: Settings, drop_master: bool = False, fixed: Fixed = frozen_formats.NOTHING
+    ) -> None:
+        """What te_mx.freeze_weights does to this module, or nothing where that raises; frozen
+        already, it keeps its weights, and copies that are not old."""
+        source = self._source
+        frozen = source if isinstance(source, Frozen) else Frozen(settings)
+        if not frozen.dropped and drop_master:
+            made = {key: self._plain_codes(key, frozen.settings) for key in self._weight_keys}
+            self._mark_frozen(frozen)
+            parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+            names = [name for key in made for name in self._held_by(key)]
+            frozen.masters = {name: id_of(parameters[name]) for name in names}
+            self._drop_masters(frozen, made)
+        elif not frozen.dropped:
+            made = {}
+            lent = is_managed(self)
+            for key in () if lent else self._weight_keys:
+                copy = frozen.current(self, key)[0] if key in frozen.sources else None
+                made[key] = copy or self._make_kept(key, frozen.settings, False)
+            self._mark_frozen(frozen)
+            self._source = frozen
+            self._forget_copies()
+            for key, copy in made.items():
+                if frozen.sources[key].follow(self._made_of(key)):
+                    frozen.kept[key] = copy
+        self._source = frozen.frozen_to(settings, fixed, frozen.dropped or drop_master)
+
+    def _take_codes(
+        self, made: dict[str, tuple[Tensor, Tensor]], settings: Settings, fixed: Fixed | None
+    ) -> None:
+        """Make codes of a state_dict the weights. fixed: None leaves what freezing fixed."""
+        source = self._source
+        frozen = source if isinstance(source, Frozen) else Frozen(settings)
+        if frozen is not source:
+            self._mark_frozen(frozen)
+        elif frozen.settings.w != settings.w:
+            self.__dict__.pop("_saved_as", None)  # names of another format
+        self._drop_masters(frozen, made)
+        self._source = frozen.frozen_to(settings, frozen.fixed if fixed is None else fixed, True)
+
+    @torch.no_grad()
+    def unfreeze(self, living: Mapping[int, nn.Parameter] = MappingProxyType({})) -> None:
+        """What te_mx.unfreeze_weights does, with parameters made of codes where there are only
+        these: where nobody gave the module one meanwhile, as tying does, and none of the `living`
+        ones, by number, is what was dropped."""
+        assert isinstance(self, nn.Module)
+        frozen = self._source
+        if not isinstance(frozen, Frozen):
+            return
+        if frozen.dropped:
+            masters: dict[str, Tensor] = {}
+            for key in self._weight_keys:
+                masters |= self._masters(key)
+            for name, value in masters.items():
+                if self._parameters.get(name) is not None:
+                    continue
+                tied = living.get(frozen.masters.get(name, 0))
+                if tied is None or tied.shape != value.shape:
+                    tied = nn.Parameter(value)
+                self.register_parameter(name, tied)
+            for key in self._weight_keys:
+                delattr(self, f"{key}_codes")
+                delattr(self, f"{key}_scale")
+        del self._source
+        self.__dict__.pop("_saved_as", None)
+        for name, parameter in self.named_parameters():
+            if name in frozen.trained:
+                parameter.requires_grad_(frozen.trained[name])
+
+    def _mark_frozen(self, frozen: Frozen) -> None:
+        """Frozen so, with the masters still there: the parameters stop training."""
+        for key in self._weight_keys:
+            frozen.dtypes[key] = self._sample(key).dtype
+            frozen.shapes[key] = self._master_shape(key)
+        for name, value in self.named_parameters():  # type: ignore[attr-defined]
+            frozen.trained[name] = value.requires_grad or frozen.trained.get(name, False)
+            value.requires_grad_(False)
+
+    def _forget_copies(self) -> None:
+        """For parameters that were loaded, or copied with their module: what was kept is old, and
+        what is there now is what is frozen."""
+        self._mark()  # type: ignore[attr-defined]
+        if self.__dict__.get("_gathers"):
+            above.distributed.attach(self)
+        self._source.renewed(self)
+
+    def _drop_masters(self, frozen: Frozen, made: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Replace the weights of a module by rowwise codes and scales, in the weight format of the
+        settings of `frozen`; those of groups have one dimension more."""
+        assert isinstance(self, nn.Module)
+        frozen.kept.clear()
+        frozen.sources.clear()
+        for key, (codes, scales) in made.items():
+            for name in self._held_by(key):
+                self.register_parameter(name, None)
+            # The state_dict has them under other names and dtypes. As uint8 they pass through
+            # .to(dtype) unharmed, fp32 scales by their bytes.
+            self.register_buffer(f"{key}_codes", codes, persistent=False)
+            self.register_buffer(f"{key}_scale", scales.view(torch.uint8), persistent=False)
+        self._source = frozen.frozen_to(frozen.settings, frozen.fixed, True)
+        register(self)
+
+    def _held_tensors(self, key: str) -> list[Tensor] | None:
+        """What the module holds of a weight: parameters in order, or the buffers of one without a
+        master; None where something computes it."""
+        if self._source.dropped:
+            return list(self._stored(key))
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        held = [parameters.get(name) for name in self._parts_of(key)]
+        return None if any(one is None for one in held) else held  # type: ignore[return-value]
+
+    def _is_held(self, key: str) -> bool:
+        """Whether parameters hold the weight, so that it has a place of its own."""
+        assert isinstance(self, nn.Module)
+        return all(self._parameters.get(name) is not None for name in self._held_by(key))
+
+    # ------------------------------------------------------------------------- without the masters
+    @property
+    def qweight(self) -> Tensor:
+        """The codes of a module without masters, under the name by which peft and others look for
+        the device of a quantized weight; no such attribute where there are masters."""
+        if not self._source.dropped:
+            raise AttributeError("qweight: the module holds its weights")
+        return getattr(self, f"{self._weight_keys[0]}_codes")
+
+    def _stored(self, key: str) -> tuple[Tensor, Tensor]:
+        """The buffers of a weight without a master."""
+        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
+
+    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
+        assert isinstance(self._source, QuantizedOnly)
+        codes, scales = self._stored(key)
+        return codes, scales.view(formats.get(self._source.settings.w).scaling.storage)
+
+    def _shape_of(self, key: str) -> tuple[int, ...]:
+        """The shape of the weight, also where only its codes are left."""
+        if isinstance(self._source, QuantizedOnly):
+            return self._source.shapes[key]
+        return self._master_shape(key)
+
+    def _frozen_repr(self) -> str:
+        words = self._source.words()
+        return f", {words}{self._source.inputs()}" if words else ""
+
+    def _check_groups(self, device: torch.device) -> None:
+        """Check what a forward reads of the weights and biases of every group."""
+
+
+def lies(module: Freezable, *keys: str) -> str:
+    """Where the codes of frozen weights lie now, every copy by its spec, and the bytes of all of
+    them: "lies as mxfp8_e4m3@rows + packed for the CPU, 3.05 bytes a parameter"; empty where there
+    are none. A master that is kept is no copy."""
+    found: list[Operand | Stack] = []
+    numbers = 0
+    for key in keys:
+        copies = module._source.copies(module, key)
+        if copies and isinstance(row := copies[0], Operand | Stack):
+            numbers += row.rows * row.k * (row.groups if isinstance(row, Stack) else 1)
+        for copy in copies:
+            # Kernels share copies.
+            if isinstance(copy, Operand | Stack) and all(copy.codes is not o.codes for o in found):
+                found.append(copy)
+    if not numbers:
+        return ""
+    packed = [copy.packed for copy in found if copy.packed is not None]
+    specs = [
+        *dict.fromkeys(copy.spec for copy in found),
+        *(["packed for the CPU"] if packed else []),
+    ]
+    held = [t for copy in found for t in (copy.codes, copy.scales)] + packed
+    each = sum(tensor.nbytes for tensor in held) / numbers
+    return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"
+
+
+def _not_quantizable(weight: Tensor) -> str:
+    """Why a weight cannot be quantized, or an empty string."""
+    if type(weight) is not Tensor and type(weight) is not nn.Parameter:
+        return (
+            f"is a {type(weight).__name__}, whose values may lie elsewhere or in another form; "
+            "freeze before it is sharded or quantized by others"
+        )
+    if weight.is_meta:
+        return "is on the meta device and has no values; load the weights first"
+    if weight.dtype not in FLOAT_DTYPES:
+        return f"is {weight.dtype}; te_mx takes float32, bfloat16 and float16"
+    return ""
