@@ -133,7 +133,7 @@ def grads(layer, xs, first):
 
 
 @pytest.mark.usefixtures("family")
-def test_caching_gives_the_bits_of_not_caching(weights_quantized):
+def test_caching_gives_the_bits_of_not_caching(by_steps, weights_quantized):
     layer, xs = te_mx.Linear(70, 33), [torch.randn(20, 70) for _ in range(3)]
     expected = grads(layer, xs, None)
     assert weights_quantized == ["row", "col"] * 3  # forward, backward
