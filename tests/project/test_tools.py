@@ -77,7 +77,7 @@ def clean_dynamo():
 
 # ------------------------------------------------------------------------- selective checkpointing
 @pytest.fixture
-def products(monkeypatch) -> list[str]:
+def products(by_steps, monkeypatch) -> list[str]:
     """One entry for each product that runs."""
     ran: list[str] = []
 
