@@ -18,6 +18,7 @@ from torch import Tensor
 from te_mx import layouts
 from te_mx._ops import Operand, Stack, capturing, dequantize_2d
 from te_mx._ops.library import is_direct
+from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.grouped import GroupedCall, grouped_on_codes
 from te_mx.autograd.linear import Call, linear_on_codes
@@ -440,7 +441,8 @@ class QuantizedOnly(Frozen):
     def values(self, layer: Any, key: str) -> Tensor:
         row, dtype = self.row(layer, key), self.dtypes[key]
         if isinstance(row, Stack):
-            return torch.stack([dequantize_2d(row.group(i), dtype) for i in range(row.groups)])
+            groups = [dequantize_2d(row.group(i), dtype) for i in range(row.groups)]
+            return weight_parts.stack(groups)
         return dequantize_2d(row, dtype)
 
     def read(self, layer: Any, key: str) -> list[Tensor]:

@@ -95,9 +95,12 @@ CUDA_ROWS = {
             for kind in ("contiguous", "masked")
             for fmt in ("mxfp4", "mxfp8")
         },
-        "quantize both": (0.8, 0.9),
-        **dict.fromkeys(("quantize 4 bits", "unpack")),
         "linear fwd+bwd fp4": (1.4, 1.7),
+    },
+    "quantize_mxfp4_cuda": {
+        "quantize both": (0.8, 0.9),
+        **dict.fromkeys(("transformed", "random"), (0.7, None)),
+        **dict.fromkeys(("quantize 4 bits", "unpack")),
     },
     "decode_cuda": {
         "decode mxfp8": (1.4, 2.0),
@@ -126,6 +129,11 @@ CUDA_ROWS = {
             "swiglu+quant",
             "dswiglu+db+quant",
             "layernorm bwd",
+            *(
+                f"{step}+quant {recipe}"
+                for step in ("layernorm", "rmsnorm", "silu", "swiglu", "dswiglu+db")
+                for recipe in ("Float8Block", "DeepSeekV3")
+            ),
         ),
         (1.0, None),
     ),
