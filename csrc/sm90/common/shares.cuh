@@ -1,5 +1,5 @@
-// The one rule by which kernels cut K, and other things, into parts: all are as long as the last one,
-// or one step longer, which the first ones are.
+// The one rule by which kernels cut K, and other things, into parts: all are as long as the last
+// one, or one step longer, which the first ones are.
 #pragma once
 
 #include <cstdint>
