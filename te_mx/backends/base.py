@@ -11,6 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from te_mx.dispatch.calls import Epilogue
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -70,3 +72,31 @@ def pointer(tensor: Tensor | None) -> int:
 def typed_address(tensor: Tensor | None) -> tuple[int, int]:
     """Address and dtype as native code takes them, zeros for None."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
+
+
+def matrix(native: Any, x: Tensor) -> Any:
+    """The record of a matrix, of a native module."""
+    rows, cols = x.shape
+    return native.Matrix(
+        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
+        dtype=FLOAT_DTYPES[x.dtype],
+    )  # fmt: skip
+
+
+def set_epilogue(args: Any, epilogue: Epilogue, aux: Tensor | None, alignment: int = 1) -> object:
+    """Write bias and GELU of an epilogue into the record of a product. alignment: of what is read
+    as gelu_in, in bytes. What is returned must live until the call is enqueued."""
+    bias, gelu, gelu_in, *_ = epilogue
+    if bias is not None:
+        bias = bias.contiguous()
+        args.bias, args.bias_dtype = typed_address(bias)
+    if gelu is not None:
+        args.gelu = GELUS[gelu]
+    if aux is not None:
+        args.aux, args.aux_dtype = typed_address(aux)
+    if gelu_in is not None:
+        gelu_in = gelu_in.contiguous()
+        if gelu_in.data_ptr() % alignment:  # a view may start between
+            gelu_in = gelu_in.clone()
+        args.gelu_in, args.gelu_in_dtype = typed_address(gelu_in)
+    return bias, gelu_in

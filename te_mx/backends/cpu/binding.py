@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES
+from te_mx.backends.base import BLOCK_ROWS
 from te_mx.backends.native import record_of
 from te_mx.dispatch.registry import forget
 from te_mx.layouts.operand import Operand
@@ -130,15 +130,6 @@ def supported(status: int) -> bool:
     if status == _UNSUPPORTED:
         return False
     raise RuntimeError(f"te_mx internal error: {_STATUS.get(status, f'native status {status}')}")
-
-
-def matrix(x: Tensor) -> Any:
-    """The native record of a matrix."""
-    rows, cols = x.shape
-    return _native.Matrix(
-        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
-        dtype=FLOAT_DTYPES[x.dtype],
-    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- pack

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import pointer
+from te_mx.backends.base import matrix, pointer
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not
 from te_mx.backends.cpu.quantize import empty_operand
@@ -130,7 +130,7 @@ class CpuNormBackward(_Fused):
         dbias = torch.empty(cols, dtype=_F32, device=CPU)
         partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32, device=CPU)
         args = native.NormGradArgs(
-            dz=binding.matrix(dz), x=binding.matrix(x), rms=mean is None, inverse=inverse(cols),
+            dz=matrix(native, dz), x=matrix(native, x), rms=mean is None, inverse=inverse(cols),
             weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
             dx_dtype=DTYPES[dtype], dweight=dweight.data_ptr(), dbias=dbias.data_ptr(),
             partial=partial.data_ptr(), threads=torch.get_num_threads(),
@@ -169,7 +169,7 @@ class Activations(_Ends):
             out_dtype=DTYPES[dtype], threads=torch.get_num_threads(),
         )  # fmt: skip
         if grad is not None:
-            args.grad = binding.matrix(grad)
+            args.grad = matrix(self.native, grad)
         made, _partial = self.put(args, rows, cols, target.col_sum) if ends else (Quantized(), None)
         return ActParts(out, made) if binding.supported(self.native.activate(args)) else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS, pointer
+from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, pointer, set_epilogue
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import MX, why_not, why_not_level
 from te_mx.backends.native import fields_of, words_of
@@ -53,32 +53,24 @@ class Products:
     def filled(self, p: Product) -> tuple[Any, Tensor | None, object]:
         """The record of a call without a workspace, the bias gradient that it fills, and what must
         live as long."""
-        lhs, rhs, (bias, gelu, gelu_in, kind, accumulate), out, aux, _ = p
+        lhs, rhs, epilogue, out, aux, _ = p
+        kind = epilogue.bias_grad
         args = self.record.copy(
             lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(),
             rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), out=out.data_ptr(),
-            accumulate=accumulate, threads=torch.get_num_threads(),
+            accumulate=epilogue.accumulate, threads=torch.get_num_threads(),
         )  # fmt: skip
         if lhs.packed is not None:
             args.lhs_packed = binding.packed_at(lhs.packed, self.lhs)
         if rhs.packed is not None:
             args.rhs_packed = binding.packed_at(rhs.packed, self.rhs)
-        if bias is not None:
-            bias = bias.contiguous()
-            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
-        if gelu is not None:
-            args.gelu = GELUS[gelu]
-        if aux is not None:
-            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
-        if gelu_in is not None:
-            gelu_in = gelu_in.contiguous()
-            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
+        alive = set_epilogue(args, epilogue, aux)
         bias_grad = None
         if kind is not None:
             size = out.shape[0] if kind == "operand" else out.shape[1]
             bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
             args.bias_grad_kind, args.bias_grad = BIAS_GRADS[kind], bias_grad.data_ptr()
-        return args, bias_grad, (bias, gelu_in)
+        return args, bias_grad, alive
 
 
 class Panel(Kernel):

@@ -99,15 +99,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def matrix(x: Tensor) -> Any:
-    """The native record of a matrix."""
-    rows, cols = x.shape
-    return _native.Matrix(
-        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
-        dtype=FLOAT_DTYPES[x.dtype],
-    )  # fmt: skip
-
-
 @lru_cache(maxsize=4096)
 def _room(spec: str, rows: int, k: int) -> tuple[Any, ...]:
     """Shapes of codes, with the padding of their rows, and scales of an operand; how wide its codes

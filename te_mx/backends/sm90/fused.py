@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import pointer
+from te_mx.backends.base import matrix, pointer
 from te_mx.backends.native import FP4, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding
@@ -213,7 +213,7 @@ class Activations(_Ends):
         )  # fmt: skip
         if grad is not None:
             grad = rows_of(grad)
-            args.grad = binding.matrix(grad)
+            args.grad = matrix(self.native, grad)
         made = None
         if specs is not None:
             made, _partial = binding.set_outputs(args, *specs, (rows, cols), device, target.col_sum)
@@ -253,7 +253,7 @@ class HopperNormRows(Kernel):
         z = torch.empty(x.shape, dtype=dtype, device=x.device)
         native: Any = binding.native()
         args = native.NormRowsArgs(
-            x=binding.matrix(x), rms=norm.kind == "RMSNorm", zero_centered=zero_centered,
+            x=matrix(native, x), rms=norm.kind == "RMSNorm", zero_centered=zero_centered,
             eps=norm.eps, inverse=inverse(x.shape[1]), weight=weight.data_ptr(),
             bias=pointer(bias), weight_dtype=DTYPES[weight.dtype], z=z.data_ptr(),
             z_dtype=DTYPES[dtype],

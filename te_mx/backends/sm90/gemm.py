@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS, LAYOUTS, pointer
+from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, LAYOUTS, pointer, set_epilogue
 from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.sm90 import binding, split_k, ways
@@ -142,26 +142,15 @@ class Products:
     ) -> tuple[Tensor | None, object]:
         """Write an epilogue into the record of a call: the bias gradient of the result that it
         fills, and what must live until it is enqueued."""
-        bias, gelu, gelu_in, kind, _ = epilogue
+        _, gelu, gelu_in, kind, _ = epilogue
         if not self.full and not (gelu is None and gelu_in is None and kind is None):
             args.kernel = -1
-        if bias is not None:
-            bias = bias.contiguous()
-            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
-        if gelu is not None:
-            args.gelu = GELUS[gelu]
-        if aux is not None:
-            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
-        if gelu_in is not None:
-            gelu_in = gelu_in.contiguous()
-            if gelu_in.data_ptr() % 16:  # read so many bytes at once: a view may start between
-                gelu_in = gelu_in.clone()
-            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
+        alive = set_epilogue(args, epilogue, aux, 16)  # so many bytes are read at once
         bias_grad = None
         if kind == "result":
             bias_grad = torch.empty(out.shape[1], dtype=_F32, device=out.device)
             args.bias_grad_kind, args.bias_grad = BIAS_GRADS["result"], bias_grad.data_ptr()
-        return bias_grad, (bias, gelu_in)
+        return bias_grad, alive
 
     def _pack(self, args: Any, sides: dict[str, Operand], base: int, stream: int) -> None:
         """Pack what is plain, and let the record of a call read that."""
