@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 
 TOOLS = ("memcheck", "racecheck")
 INSIDE = "--inside"
@@ -255,7 +256,7 @@ def grouped() -> int:
         count += 1
     for size, kind in itertools.product(((100, 129), (130, 256)), plain.KINDS):
         plain.test_pack_gives_the_bytes_of_each_weight(size, kind, "e4m3")
-        plain.test_columns_have_the_bytes_of_two_steps(size, kind, "e4m3")
+        plain.test_columns_have_the_bytes_of_two_steps(size, kind)
         count += 2
     for config, accumulate in itertools.product((0, 1), (False, True)):
         plain.test_products_go_where_they_belong(config, torch.bfloat16, (100, 129), accumulate)
@@ -332,8 +333,42 @@ def whole_gemms(precision: str) -> int:
     return 9
 
 
+def random() -> int:
+    """Transforms and random rounding, both directions from one read, as their tests call them."""
+    import test_sm90_mxfp4 as tests
+
+    count = 0
+    for (row, col, rule), shape in itertools.product(tests.RANDOM, ((129, 257), (77, 1001))):
+        for layouts in (("sm90:8", "sm90:8"), ("rows", "cols")):
+            with warnings.catch_warnings(record=True) as warned:
+                tests.test_random_quantizer_of_every_backend_is_one(
+                    shape, row, col, rule, layouts, warned
+                )
+            count += 1
+    return count
+
+
+def layers() -> int:
+    """Steps of whole layers, each one native call each way: tiles whose place is known at run time,
+    normalizations and activations that end in every recipe's format."""
+    import test_sm90_layer_one_call as tests
+    import torch
+    from one_call import RECIPES, passes
+
+    count = 0
+    trained = ({}, {"fuse_wgrad_accumulation": True})
+    for make, recipe, more in itertools.product(tests.LAYERS.values(), RECIPES, trained):
+        layer = make(dtype=torch.bfloat16, device="cuda", **more)
+        x = torch.randn(67, 320, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        passes(layer, x, recipe)
+        count += 1
+    return count
+
+
 PARTS = {
     "quantize": quantize,
+    "random": random,
+    "layers": layers,
     "pack": pack_and_dequantize,
     "fused": fused,
     **{f"gemm{config}": functools.partial(gemm, config) for config in range(6)},
