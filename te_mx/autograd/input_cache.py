@@ -37,10 +37,11 @@ _MOST = 2  # inputs that are cached in a thread: a parallel block returns to its
 
 class Entry:
     """An input and its operands, once a reader asked for them: specs of the rowwise and the
-    columnwise one ("" for none), their scale rule, and themselves in one of two forms."""
+    columnwise one ("" for none), their scale rule, and themselves in one of two forms. asked: the
+    columnwise ones that readers took."""
 
     __slots__ = (
-        "_quantized", "address", "col", "held", "leaf", "place", "plan", "row", "rule", "siblings",
+        "_quantized", "address", "asked", "col", "held", "leaf", "place", "plan", "row", "rule", "siblings",
         "source", "version",
     )  # fmt: skip
 
@@ -52,6 +53,7 @@ class Entry:
         self.plan: LinearPlan | None = None
         self._quantized: Quantized | None = None
         self.leaf, self.siblings = x.is_leaf, Siblings()
+        self.asked: set[str] = set()
 
     def is_of(self, x: Tensor) -> bool:
         """Whether x is as it was."""
@@ -153,7 +155,11 @@ def entry_for(x: Tensor, row: str, col: str, rule: str) -> Entry | None:
     if not _here.entries:
         return None
     entry = entry_of(x)
-    return entry if entry is not None and entry.gives(row, col, rule) else None
+    if entry is None or not entry.gives(row, col, rule):
+        return None
+    if col:
+        entry.asked.add(col)
+    return entry
 
 
 def is_view_of_all(x: Tensor, source: Tensor) -> bool:
@@ -177,6 +183,7 @@ def _from_view(x: Tensor) -> Entry | None:
         if source is not None and is_view_of_all(x, source) and entry.is_of(x):
             made = open_for(x)
             if made is not None:
+                made.asked = entry.asked
                 made.fill(
                     entry.row, entry.col, entry.rule, entry._quantized, entry.plan, entry.held
                 )

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_mx._ops import Operand, Quantized, Target, quantized
 from te_mx._ops.fused import norm_backward_2d, norm_quantize_2d
@@ -173,16 +172,14 @@ Tell = Callable[[bool], None]
 _watched: dict[int, weakref.ref[Tensor]] = {}
 
 
-def _watch(z: Tensor, q: Quantized, tell: Tell) -> None:
-    """When z is gone, tell whether a layer keeps its columnwise codes for backward. Called before
-    z is put: of the callbacks of one tensor, the oldest is the last. Hooks that move saved tensors
-    elsewhere look as if there were none: then the layers quantize for themselves, to the same."""
-    assert q.col is not None
-    key, codes = id(z), StorageWeakRef(q.col.codes.untyped_storage())
+def _watch(z: Tensor, asked: set[str], tell: Tell) -> None:
+    """When z is gone, tell whether a layer asked for its columnwise codes, to keep them for
+    backward."""
+    key = id(z)
 
     def gone(_: object) -> None:
         _watched.pop(key, None)
-        tell(not codes.expired())
+        tell(bool(asked))
 
     _watched[key] = weakref.ref(z, gone)
 
@@ -199,10 +196,9 @@ def normalized(
     if needs_gradient(*tensors):
         made: list[Quantized] = []
         z: Tensor = NormFunction.apply(*tensors, step, target, made)[0]
-        if tell is not None and target.col:
-            _watch(z, made[0], tell)
-        if target.codes or shared:
-            input_cache.open_for(z)
+        entry = input_cache.open_for(z) if target.codes or shared else None
+        if tell is not None and target.col and entry is not None:
+            _watch(z, entry.asked, tell)
         if target.codes:
             input_cache.put(z, target, made[0])
         if not torch.compiler.is_compiling():  # whose ids nobody can look up

@@ -10,6 +10,7 @@ import torch
 from norm_modules import NormStep as NormAlone
 from norm_modules import relative
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.autograd import input_cache
@@ -161,6 +162,20 @@ def test_readers_quantize_nothing_again(by_steps, monkeypatch):
     monkeypatch.setattr(input_cache, "find", lambda *a: found.append(find(*a)) or found[-1])
     run(layer, x)
     assert len(found) == 2 and None not in found and found[0] is found[1]
+
+
+@pytest.mark.usefixtures("family")
+def test_the_first_step_under_checkpointing_is_as_the_next():
+    """Hooks that drop what is saved do not look as if nobody had read the codes: what is computed
+    again saves as many tensors as forward did."""
+    layer, x = layer_of(RMS), torch.randn(20, 64).to(BF16)
+    te_mx.convert_model(layer, fuse=True)
+    expected = run(copy.deepcopy(layer), x)
+    forward = layer.forward
+    layer.forward = lambda z: checkpoint(forward, z, use_reentrant=False)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(run(layer, x), expected, strict=True))
+        assert layer.norm.__dict__[READ] is True
 
 
 @pytest.mark.usefixtures("family")
