@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from benchmarks import (
     bench_split_cuda,
     gpu,
     machine,
+    results,
 )
 from benchmarks.context import Context
 from benchmarks.gpu import GpuContext
@@ -110,6 +112,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--markdown", action="store_true", help="print rows of a markdown table")
     p.add_argument("--json", type=Path, metavar="FILE", help="also write machine and rows there")
     p.add_argument(
+        "--save", action="store_true",
+        help="add the rows to benchmarks/results, of which pages are made (benchmarks.tables)",
+    )  # fmt: skip
+    p.add_argument(
         "--check", action="store_true", help="exit with 1 when a row misses what it must reach"
     )
     p.add_argument(
@@ -137,6 +143,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     unknown = sorted(set(args.which) - {*GROUPS["all"], *MODEL_BENCHMARKS, *GROUPS})
     if unknown:
         p.error(f"no benchmark named {', '.join(unknown)}; there are {names}")
+    if args.save and args.quick:
+        p.error("--quick measures nothing that could be saved: leave one of the two out")
+    words = [word for word in (argv or sys.argv[1:]) if word not in ("--save", "--markdown")]
+    args.command = " ".join(["python -m benchmarks", *words])
     args.which = {name for asked in args.which for name in GROUPS.get(asked, [asked])}
     return args
 
@@ -149,14 +159,18 @@ def main(argv: list[str] | None = None) -> int:
         [name for name in group if name in args.which] for group in (BENCHMARKS, for_gpu)
     )
     described: dict[str, dict] = {}
-    rows: list[Row] = []
+    on_cpu_rows: list[Row] = []
+    on_gpu_rows: list[Row] = []
     if on_cpu:
         effort = Effort.quick() if args.quick else Effort(seconds=args.seconds or Effort.seconds)
         context = Context(effort, args.quick, machine.describe(args.quick))
         described["machine"] = context.machine.to_dict()
         start_table(context.machine.lines(), args.markdown)
-        for name in on_cpu:
-            rows += shown(BENCHMARKS[name](context), args.markdown)
+        for name in progress(on_cpu):
+            made = list(shown(BENCHMARKS[name](context), args.markdown))
+            on_cpu_rows += made
+            if args.save:
+                results.save(described["machine"], made, args.command)
     missing = gpu.missing() if on_gpu else None
     if missing:
         print(f"not run: {', '.join(on_gpu)} ({missing})")
@@ -172,13 +186,30 @@ def main(argv: list[str] | None = None) -> int:
         )
         described["gpu"] = gpu_context.gpu.to_dict()
         start_table(gpu_context.gpu.lines(), args.markdown)
-        for name in on_gpu:
-            rows += shown(for_gpu[name](gpu_context), args.markdown)
+        for name in progress(on_gpu):
+            made = list(shown(for_gpu[name](gpu_context), args.markdown))
+            on_gpu_rows += made
+            if args.save:
+                results.save(described["gpu"], made, args.command)
+    rows = on_cpu_rows + on_gpu_rows
     if args.json:
         record = {**described, "rows": [row.to_dict() for row in rows]}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     short = [row for row in rows if row.target and row.target.verdict(row.value) == "SHORT"]
     return 1 if args.check and short else 0
+
+
+def progress(names: list[str]) -> Iterator[str]:
+    """The names, and on a terminal, or in a log, which of them runs and how long the rest may take.
+
+    The guess is that what follows takes as long each as what was done.
+    """
+    started = time.monotonic()
+    for done, name in enumerate(names):
+        spent = time.monotonic() - started
+        left = f", about {spent / done * (len(names) - done) / 60:.0f} min left" if done else ""
+        print(f"[{done + 1}/{len(names)}] {name}{left}", file=sys.stderr, flush=True)
+        yield name
 
 
 def start_table(machine_lines: list[str], as_markdown: bool) -> None:
