@@ -28,7 +28,7 @@ endif
 # What pyproject.toml names, its groups included: pip reads those from 25.1 on only.
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
   hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao pydantic transformers accelerate peft lightning \
-  clang-format codespell mypy ruff
+  clang-format codespell mypy ruff mkdocs-material mkdocstrings-python
 # Files that tests read. Where Python finds this package `import peft` raises: it imports what cannot be imported without
 # its CUDA part.
 ASIDE = transformer_engine
@@ -46,7 +46,7 @@ NATIVE_TESTS = $(wildcard tests/backends/cpu/test_native*.py)
 TEST_WORKERS ?= 2
 
 .PHONY: help setup build train test test-emulated coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
-  format clang clang-build sanitize sanitize-gpu wheel wheel-test bare-test clean ALWAYS
+  format docs clang clang-build sanitize sanitize-gpu wheel wheel-test bare-test clean ALWAYS
 
 help:
 	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
@@ -55,6 +55,7 @@ help:
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
 	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
 	@echo "make lint          ruff, mypy, clang-format, codespell, house rules; make format mends the first and third"
+	@echo "make docs          the site, into build/site: strict; README's and docs' tables are made of benchmarks/results"
 	@echo "make clang         build with clang++ and test that build"
 	@echo "make sanitize      native tests under AddressSanitizer and UBSan"
 	@echo "make sanitize-gpu  every Hopper kernel under compute-sanitizer; needs a Hopper GPU"
@@ -173,6 +174,11 @@ clang: clang-build
 	@PYTHONPATH=build/clang/site $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
 
 # torch itself is not instrumented: no leak check, and the runtime has to be loaded before Python.
+# A broken link, an unknown reference or a page outside of the navigation fails (mkdocs.yml).
+docs: $(VENV)/.ready
+	@$(BIN)/python -m benchmarks.tables --check
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "build/site: $$(find build/site -name '*.html' | wc -l) pages"
+
 sanitize: build
 	@echo "building with AddressSanitizer and UBSan"
 	@$(call cmake_build,build/sanitize,-DTE_MX_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(VARIANT_FLAGS),all)

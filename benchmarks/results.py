@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks.row import Row
 
 FOLDER = Path(__file__).parent / "results"
-KEY = "benchmark", "shape", "kernel", "peer"  # what a row measures
+KEY = "benchmark", "shape", "kernel", "peer"  # the words of a row
+OTHER_KERNEL = re.compile(r"fuse=")  # where the field says which candidate it was, not what ran
 KEPT = (*KEY, "us", "rate", "of_peak", "value", "target", "verdict", "date", "command")
 Record = dict[str, Any]
 
@@ -27,15 +28,21 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def key(row: Record) -> tuple:
+    """What a row measures: the same again takes its place, whichever kernel ran it then."""
+    kernel = row["kernel"] if OTHER_KERNEL.match(row["kernel"]) else ""
+    return row["benchmark"], row["shape"], kernel, row["peer"]
+
+
 def save(machine: Record, rows: Iterable[Row], command: str, folder: Path = FOLDER) -> Path:
     """Write the rows of a machine, beside those of other commands of the same day. The path."""
     name = machine["cpu"] if "cpu" in machine else machine["name"]
     path = folder / f"{slug(name)}-{machine['date']}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = {tuple(row[field] for field in KEY): row for row in before}
+    kept = {key(row): row for row in before}
     for row in rows:
         record = {**row.to_dict(), "date": machine["date"], "command": command}
-        kept[tuple(record[field] for field in KEY)] = {field: record[field] for field in KEPT}
+        kept[key(record)] = {field: record[field] for field in KEPT}
     folder.mkdir(parents=True, exist_ok=True)
     # The name of a host says nothing to others.
     described = {k: v for k, v in machine.items() if not ("cpu" in machine and k == "name")}
@@ -57,5 +64,5 @@ def rows_of(files: list[Record]) -> list[Record]:
     newest: dict[tuple, Record] = {}
     for file in files:
         for row in file["rows"]:
-            newest.setdefault(tuple(row[field] for field in KEY), row)
+            newest.setdefault(key(row), row)
     return list(newest.values())

@@ -41,8 +41,8 @@ class Entry:
     columnwise ones that readers took."""
 
     __slots__ = (
-        "_quantized", "address", "asked", "col", "held", "leaf", "place", "plan", "row", "rule", "siblings",
-        "source", "version",
+        "_quantized", "address", "asked", "col", "held", "leaf", "place", "plan", "row", "rule",
+        "siblings", "source", "version",
     )  # fmt: skip
 
     def __init__(self, x: Tensor, place: tuple[int, int]) -> None:

@@ -5,7 +5,7 @@ constants, which each backend gives for its GEMM kernels as they were measured.
     GEMM = ceil(tiles / units) * units * 2 * tile^2 * k / rate             (so the last wave counts)
 
 The three GEMMs are [M, K] x [K, N], [M, N] x [N, K] and [N, M] x [M, K].
-tests/dispatch/test_cost.py holds it to the rows of benchmarks/README.md.
+tests/dispatch/test_cost.py holds it to the rows of benchmarks/results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The cost model of dispatch/cost.py against what benchmarks/README.md measured, and
+"""The cost model of dispatch/cost.py against what was measured (benchmarks/results), and
 convert_model(filter_fn="auto")."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,59 +17,59 @@ from te_mx.conversion import decisions
 from te_mx.dispatch.cost import Costs, costs_of, predict, register_costs
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling, get_default_recipe
 
-README = Path(__file__).parents[2] / "benchmarks" / "README.md"
-SECTIONS = {
-    "NVIDIA H200": "sm90_adaptive", "NVIDIA H100": "sm90_adaptive", "CPU": "amx_bf16",
-    "Linear and the module family on an Intel Xeon without AMX (AVX512-BF16)": "avx512_bf16",
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+# The runs that the model was fitted to, and the kernel that they measured.
+H200, H100 = "nvidia-h200-2026-11-22", "nvidia-h100-2026-11-22"
+XEON = "intel-xeon-emerald-rapids-2026-11-21"
+RUNS = {
+    H200: "sm90_adaptive", H100: "sm90_adaptive", XEON: "amx_bf16",
+    "intel-xeon-avx512-bf16-2026-11-22": "avx512_bf16",
 }  # fmt: skip
 TIME, RATIO = 0.05, 0.08  # the error that the model may have
 SMALL = 0.08  # in the time of a small layer
 
 
-def rows(section: str, benchmark: str) -> list[tuple[int, int, int, float, str]]:
-    """(M, N, K, microseconds, the cell "ours") of the rows of a benchmark under a heading."""
-    text = README.read_text().split(f"### {section}\n")[1].split("\n### ")[0]
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > 7 and cells[1] == benchmark:
-            m, n, k = map(int, cells[2].split())
-            found.append((m, n, k, float(cells[4].replace(",", "")), cells[7]))
-    return found
+def rows(run: str, benchmark: str) -> list[tuple[int, int, int, float, float]]:
+    """(M, N, K, microseconds, times the peer) of the rows of a benchmark in a run."""
+    return [
+        (*map(int, row["shape"].split()), row["us"], row["value"])
+        for row in json.loads((RESULTS / f"{run}.json").read_text())["rows"]
+        if row["benchmark"] == benchmark
+    ]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_large_layers_as_measured(section):
-    kernel = SECTIONS[section]
-    costs, measured = costs_of(kernel), rows(section, "linear fwd+bwd")
+@pytest.mark.parametrize("run", RUNS)
+def test_large_layers_as_measured(run):
+    kernel = RUNS[run]
+    costs, measured = costs_of(kernel), rows(run, "linear fwd+bwd")
     assert costs is not None and len(measured) >= 2
     for m, n, k, microseconds, ours in measured:
         got = predict(costs, m, n, k, costs.threads)
         assert got.quantized * 1e6 == pytest.approx(microseconds, rel=TIME), (m, n, k)
-        assert got.ratio == pytest.approx(float(ours.removesuffix("x")), rel=RATIO), (m, n, k)
+        assert got.ratio == pytest.approx(ours, rel=RATIO), (m, n, k)
 
 
-@pytest.mark.parametrize("section", ["NVIDIA H200", "NVIDIA H100"])
-def test_small_layers_as_measured(section):
+@pytest.mark.parametrize("run", [H200, H100])
+def test_small_layers_as_measured(run):
     """In a CUDA graph the device's time counts, outside of it the host's."""
     costs = costs_of("sm90_adaptive")
-    ((m, n, k, microseconds, ours),) = rows(section, "graph fwd+bwd")
+    ((m, n, k, microseconds, ours),) = rows(run, "graph fwd+bwd")
     graph = predict(costs._replace(bf16_host=0.0, host=0.0), m, n, k)
     assert graph.quantized * 1e6 == pytest.approx(microseconds, rel=SMALL)
-    assert graph.ratio == pytest.approx(float(ours.removesuffix("x")), rel=RATIO)
+    assert graph.ratio == pytest.approx(ours, rel=RATIO)
     eager = predict(costs, m, n, k)
     assert eager == (costs.bf16_host, costs.host) and eager.ratio < 1
-    if section == "NVIDIA H200":
-        assert costs.host * 1e6 == pytest.approx(rows(section, "host fwd+bwd")[0][3], rel=0.01)
+    if run == H200:
+        assert costs.host * 1e6 == pytest.approx(rows(run, "host fwd+bwd")[0][3], rel=0.01)
 
 
 def test_tiny_layers_on_the_cpu_as_measured():
     costs = costs_of("amx_bf16")
-    ((m, n, k, microseconds, added),) = rows("CPU", "tiny, grad")
+    ((m, n, k, microseconds, added),) = rows(XEON, "tiny, grad")
     got = predict(costs, m, n, k, costs.threads)
     assert got.quantized * 1e6 == pytest.approx(microseconds, rel=TIME)
     difference = (got.quantized - got.bf16) * 1e6
-    assert difference == pytest.approx(float(added.removesuffix(" us")), rel=TIME)
+    assert difference == pytest.approx(added, rel=TIME)
 
 
 def test_the_ratio_grows_with_the_layer():

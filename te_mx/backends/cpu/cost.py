@@ -1,5 +1,5 @@
 """What a linear layer costs on CPUs, for te_mx/dispatch/cost.py. Fitted to the rows "linear
-fwd+bwd" of benchmarks/README.md, on two threads; the steps are those of its "tiny, grad". What
+fwd+bwd" of benchmarks/results, on two threads; the steps are those of its "tiny, grad". What
 quantizing costs includes packing and fresh memory, which is why it is far below the quantizer's
 rate."""
 

@@ -1,5 +1,5 @@
 """What a linear layer costs on Hopper GPUs, for te_mx/dispatch/cost.py. Fitted to the rows "linear
-fwd+bwd" and "graph fwd+bwd" of benchmarks/README.md, H200 and H100 together: times of large layers
+fwd+bwd" and "graph fwd+bwd" of benchmarks/results, H200 and H100 together: times of large layers
 within 5 %, of the small one within 8. Host times are those of its H200 row; hosts differ by a half.
 """
 
