@@ -31,10 +31,6 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def _no(*args: Any) -> bool:
-    return False
-
-
 # ------------------------------------------------------------------------------- backward passes
 # The number of the backward pass that runs in this thread, -1 outside of one; whether that pass
 # will run a node; and where to leave what the engine calls, and holds, until the pass ends.
@@ -52,20 +48,11 @@ shared_pass_id = pass_id if knows_passes and at_end_of_pass is not None else lam
 
 
 # ---------------------------------------------------------- transforms of torch.func, forward AD
-# Whether a transform is active, which, and what its tensors hold. Without: torch itself refuses
-# autograd functions such as te_mx's under a transform, in words of its own.
-_FUNCTORCH = (
-    "peek_interpreter_stack", "is_batchedtensor", "is_legacy_batchedtensor",
-    "is_functorch_wrapped_tensor", "get_unwrapped",
-)  # fmt: skip
+# Which transform is active. Without: torch itself refuses autograd functions such as te_mx's under
+# a transform, in words of its own, and every op goes by the dispatcher.
 _functorch = getattr(torch._C, "_functorch", None)
-if not all(hasattr(_functorch, name) for name in _FUNCTORCH):
-    _functorch = None
+transform_level: Any = getattr(_functorch, "peek_interpreter_stack", lambda: "unknown")
 _transform: Any = getattr(_functorch, "peek_interpreter_stack", _nothing)
-_is_batched: Any = getattr(_functorch, "is_batchedtensor", _no)
-_is_old_batched: Any = getattr(_functorch, "is_legacy_batchedtensor", _no)
-is_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", _no)
-unwrapped: Any = getattr(_functorch, "get_unwrapped", lambda tensor: tensor)
 
 
 def constant_in_graphs(fn: _F) -> _F:
@@ -82,35 +69,20 @@ def transforming() -> bool:
     return _transform() is not None
 
 
-# Whether a level of forward-mode AD is active. Without: the public functions are tried.
-if hasattr(forward_ad, "_current_level"):
-
-    def dual_level() -> bool:
-        """Whether a level of forward-mode AD is active."""
-        return forward_ad._current_level >= 0
-
-    def active() -> bool:
-        """Whether a level of forward-mode AD or a transform is active, which few calls see."""
-        if forward_ad._current_level >= 0:
-            return True
-        # Dynamo takes the function for a constant, which it cannot do with what that calls.
-        compiling = torch.compiler.is_dynamo_compiling()
-        return transforming() if compiling else _transform() is not None
-
-else:
-
-    @constant_in_graphs
-    def dual_level() -> bool:
-        """Whether a level of forward-mode AD is active."""
-        try:
-            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
-        except RuntimeError:
-            return False
+def dual_level() -> bool:
+    """Whether a level of forward-mode AD is active: outside of one, torch looks at nothing."""
+    try:
+        forward_ad.unpack_dual(None)
+    except TypeError:
         return True
+    return False
 
-    def active() -> bool:
-        """Whether a level of forward-mode AD or a transform is active."""
-        return dual_level() or transforming()
+
+def active() -> bool:
+    """Whether a level of forward-mode AD or a transform is active, which few calls see."""
+    # Dynamo takes the function for a constant, which it cannot do with what that calls.
+    compiling = torch.compiler.is_dynamo_compiling()
+    return (transforming() if compiling else _transform() is not None) or dual_level()
 
 
 def one_gradient() -> bool:
@@ -122,21 +94,10 @@ def one_gradient() -> bool:
     return top is not None and top.level() == 1 and top.key().name == "Grad"
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether vmap batches a tensor, torch.func's or that of autograd's is_grads_batched."""
-    return _is_batched(tensor) or _is_old_batched(tensor)
-
-
-is_batched_by_autograd: Callable[[Tensor], bool] = _is_old_batched
-
-
 # ---------------------------------------------------------------------- who watches the dispatcher
-# The numbers of modes of __torch_dispatch__ and __torch_function__, the level of transforms, and
-# whether the profiler records. Without one: every op goes by the dispatcher, and torch's own
-# functions stand between DTensors and ranks.
+# The number of modes of __torch_dispatch__, and whether the profiler records. Without one: every op
+# goes by the dispatcher, and torch's own functions stand between DTensors and ranks.
 dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
-transform_level: Any = getattr(_functorch, "peek_interpreter_stack", lambda: "unknown")
 profiling: Callable[[], bool]
 if hasattr(torch.autograd.profiler, "_is_profiler_enabled"):
     # No function of Python, which would cost more than the look.

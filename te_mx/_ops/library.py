@@ -12,18 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import has_torch_function
 
-from te_mx.torch_internals import (
-    dispatch_modes,
-    function_modes,
-    profiling,
-    transform_level,
-)
+from te_mx.torch_internals import dispatch_modes, profiling, transform_level
 
 LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
 
 _compiling = torch.compiler.is_dynamo_compiling
 _tracing = torch.jit.is_tracing
+_NOTHING = (None,)  # which a mode alone would look at
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -54,7 +51,7 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
         or not (x.is_cpu or x.is_cuda)
         or x.is_neg()
         or dispatch_modes()
-        or function_modes()
+        or has_torch_function(_NOTHING)
         or transform_level() is not None
         or _tracing()
         or profiling()

@@ -15,12 +15,13 @@ every function of te_mx has such gradients, with the bits of ``backward()``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.func import debug_unwrap
 
 from te_mx import torch_internals
 from te_mx.autograd.dgrad_accumulation import apart, settled
@@ -29,15 +30,7 @@ from te_mx.autograd.grad_target import (
     Wgrad,
     refuse_graph,
 )
-from te_mx.torch_internals import (
-    calling_frame,
-    dual_level,
-    is_batched,
-    is_batched_by_autograd,
-    is_wrapped,
-    transforming,
-    unwrapped,
-)
+from te_mx.torch_internals import calling_frame, transforming
 
 # Whether a transform or forward-mode AD is active, and whether it is one level of gradients.
 active, one_gradient = torch_internals.active, torch_internals.one_gradient
@@ -48,9 +41,16 @@ FUNCTION = "call it outside of the transform, on plain tensors"
 
 def requires_grad(tensor: Tensor) -> bool:
     """Whether a tensor requires grad at the level that is active or below it."""
-    while not tensor.requires_grad and is_wrapped(tensor):
-        tensor = unwrapped(tensor)
-    return tensor.requires_grad
+    return any(one.requires_grad for one in _levels(tensor))
+
+
+def _levels(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor as transforms see it, from the innermost level to none."""
+    inner = debug_unwrap(tensor, recurse=False)
+    while inner is not tensor:
+        yield tensor
+        tensor, inner = inner, debug_unwrap(inner, recurse=False)
+    yield tensor
 
 
 def refuse(
@@ -80,7 +80,7 @@ def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
     without being active. Not for compiled code."""
     concerned = active()
     for grad in grads:
-        concerned = concerned or (grad is not None and is_batched_by_autograd(grad))
+        concerned = concerned or (grad is not None and _is_batched_by_autograd(grad))
     if concerned:
         refuse(owner, grads)
 
@@ -95,24 +95,27 @@ def _carried(tensors: Iterable[Tensor | None], grad: bool) -> str | None:
 
 
 def _carried_by(tensor: Tensor, grad: bool) -> str | None:
-    while True:
-        if is_batched(tensor):
+    outer = None
+    for one in _levels(tensor):
+        # vmap hides a dimension of what it wraps.
+        if _is_batched_by_autograd(one) or (outer is not None and one.dim() != outer.dim()):
             return "a batched tensor (vmap, is_grads_batched=True, vectorize=True)"
-        if grad and tensor.requires_grad:
+        if grad and one.requires_grad:
             return "a tensor that requires grad in a transform of torch.func (grad, vjp, jacrev)"
-        if _has_tangent(tensor):
+        if one.is_floating_point() and forward_ad.unpack_dual(one).tangent is not None:
             return "a tensor with a tangent (forward-mode AD, torch.func.jvp, jacfwd, linearize)"
-        if not is_wrapped(tensor):
-            return None
-        tensor = unwrapped(tensor)
+        outer = one
+    return None
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    return (
-        dual_level()
-        and tensor.is_floating_point()
-        and forward_ad.unpack_dual(tensor).tangent is not None
-    )
+def _is_batched_by_autograd(tensor: Tensor) -> bool:
+    """Whether is_grads_batched=True made it, which shows nothing of itself but that it has no
+    memory."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return tensor.layout is torch.strided and debug_unwrap(tensor, recurse=False) is tensor
+    return False
 
 
 class _Graph:

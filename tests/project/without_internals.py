@@ -26,10 +26,7 @@ from torch.func import functional_call, grad
 HOUSE = "te_mx.torch_internals"
 # Without these te_mx refuses what needs them.
 NO_PLACES = {"_current_graph_task_id", "_will_engine_execute_node"}
-NO_TRANSFORMS = {
-    "_functorch", "peek_interpreter_stack", "is_batchedtensor", "is_legacy_batchedtensor",
-    "is_functorch_wrapped_tensor", "get_unwrapped",
-}  # fmt: skip
+NO_TRANSFORMS = {"_functorch", "peek_interpreter_stack"}
 
 
 # What one process on a CPU does not come to, beyond importing it: lost at once, by section.
