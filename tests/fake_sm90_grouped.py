@@ -16,6 +16,7 @@ from fake_sm90 import (  # noqa: F401
     OK,
     DecodeArgs,
     __getattr__,
+    _randomly,
     at,
     available,
     decode,
@@ -88,9 +89,7 @@ def quantize_grouped(args) -> int:
     for i, (start, end) in enumerate(zip(*bounds_of(groups), strict=True)):
         if start == end:
             continue
-        parts = reference.quantize(
-            values[start:end], name, True, "transposed", _RULES[to.rule], bool(to.col_sum)
-        )
+        parts = _randomly(to, values[start:end], name, to.first + start * cols)
         if row_made:
             packed = pack_tiles(parts.row_codes, parts.row_scales, name, cols, to.spread)
             layout.put_rows(sm90_tiles.PackedOperand(*row_made), packed, start, end, i)

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
 Status quantize_grouped(const GroupedQuantizeArgs& args) {
   const Groups& groups = args.groups;
   QuantizeTask a;
-  Status status = make_task(a, args.all.x, args.all.to, args.all.execution.stream,
+  const QuantizeOut& to = args.all.to;
+  Status status = make_task(a, args.all.x, plainly(to), args.all.execution.stream,
                             Layout::group_rows, Layout::group_k);
   if (status != Status::ok) return status;
   if (!valid(groups) || a.rows != groups.rows || a.row_codes != nullptr || a.col_codes != nullptr ||
@@ -31,7 +32,9 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
   }
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const GroupTable table = group_table(groups);
-  if (is_blockwise(args.all.to.scaling)) {
+  if (!rounds_plainly(to)) {
+    status = is_blockwise(to.scaling) ? Status::unsupported : quantize_randomly(a, to, &groups);
+  } else if (is_blockwise(to.scaling)) {
     status = quantize_grouped_factors(a, args);
   } else {
     const int64_t tiles = group_tiles(groups.rows, groups.count);

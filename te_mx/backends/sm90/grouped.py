@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, SCALE_RULES, typed_address
+from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, SCALE_RULES, pointer, typed_address
 from te_mx.backends.native import (
     fields_of,
     fields_to,
@@ -20,9 +20,10 @@ from te_mx.backends.native import (
     words_of,
 )
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
+from te_mx.backends.sm90.envelope import as_multiplied, why_not, why_not_second, why_not_weights
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.groups import group_tiles
+from te_mx.backends.sm90.quantize import sums_too, why_not_randomly
 from te_mx.dispatch.grouped_calls import (
     GroupedK,
     GroupedRows,
@@ -92,13 +93,13 @@ def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
 
 def quantize_groups(what: QuantizeGroups) -> Quantized:
     """The tokens of all groups, which are not empty, in one read."""
-    x, (offs, capacity), row_spec, col_spec, rule, col_sum = what[:6]
+    x, (offs, capacity), row_spec, col_spec, rule, col_sum, seed = what
     check_ends(what.groups, len(x))
     (rows, cols), groups, device = x.shape, len(offs), x.device
     x, offs = binding.rows_of(x), offs_on_device(offs, device)
     args = _native().GroupedQuantizeArgs(
         x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
-        x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows),
+        x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows), seed=pointer(seed),
         **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
     row = col = sums = partial = None
@@ -262,6 +263,22 @@ class HopperQuantizeGroups(Kernel):
         return quantize_groups(what)
 
 
+class HopperRandomGroups(HopperQuantizeGroups):
+    """With stochastic rounding or a Hadamard transform, as `HopperRandomQuantize`: every group has
+    chunks of its own, and elements have the numbers that they have in x."""
+
+    name = "sm90_random"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not_randomly(problem, HopperQuantizeGroups())
+
+    def run(self, what: QuantizeGroups) -> Quantized:
+        if not what.col_sum or sums_too(what.x.dtype, what.row, what.col):
+            return quantize_groups(what)
+        sums = quantize_groups(what._replace(row="", col="", seed=None)).col_sum
+        return quantize_groups(what._replace(col_sum=False))._replace(col_sum=sums)
+
+
 class HopperQuantizeWeights(Kernel):
     op, name = "quantize_weights", "sm90"
 
@@ -301,6 +318,7 @@ class HopperGemmRows(Kernel):
     op, name = "gemm_rows", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
+        problem = as_multiplied(problem)
         reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
             problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
         )
@@ -333,7 +351,7 @@ class HopperGemmK(Kernel):
     op, name = "gemm_k", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "sm90_k") or not_adaptive(problem)
+        reason = why_not(as_multiplied(problem), "sm90_k") or not_adaptive(problem)
         return reason or why_not_second(problem.rhs)
 
     def run(self, p: GroupedK) -> str:
@@ -368,7 +386,7 @@ class HopperMoveEnds(Kernel):
 
 
 for _kernel in (
-    HopperMoveEnds, HopperQuantizeGroups, HopperQuantizeWeights, HopperColumnsOfWeights,
-    HopperGemmRows, HopperGemmK,
+    HopperMoveEnds, HopperQuantizeGroups, HopperRandomGroups, HopperQuantizeWeights,
+    HopperColumnsOfWeights, HopperGemmRows, HopperGemmK,
 ):  # fmt: skip
     register(_kernel())
