@@ -410,6 +410,11 @@ def normalize_backward(args) -> int:
 
 
 def activate(args) -> int:
+    return _end_in(args, activated(args))
+
+
+def activated(args) -> Tensor:
+    """The values of a call, which it writes where it is asked to."""
     base = {number: name for name, number in ACT_IDS.items()}[args.act]
     names = [name for name in ACTIVATIONS if Activation(name).base == base]
     (name,) = (name for name in names if Activation(name).gated == args.gated)
@@ -425,7 +430,7 @@ def activate(args) -> int:
         result = fused_math.activate(values, made_by, dtype)
     if args.out:
         at(args.out, result.shape, dtype).copy_(result)
-    return _end_in(args, result)
+    return result
 
 
 # --------------------------------------------------------------------------------------- sequences

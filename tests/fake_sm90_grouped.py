@@ -17,6 +17,8 @@ from fake_sm90 import (  # noqa: F401
     DecodeArgs,
     __getattr__,
     _randomly,
+    activate,
+    activated,
     at,
     available,
     decode,
@@ -74,10 +76,17 @@ def _poisoned(place, shapes, order: str) -> tuple[Tensor, Tensor] | None:
 
 
 def quantize_grouped(args) -> int:
-    to, groups = args.all.to, args.groups
-    values = read_matrix(args.all.x)
+    return _quantize_grouped(args.all.to, args.groups, read_matrix(args.all.x))
+
+
+def activate_grouped(args, groups) -> int:
+    assert not args.out and (args.to.row.codes or args.to.col.codes)
+    return _quantize_grouped(args.to, groups, activated(args))
+
+
+def _quantize_grouped(to, groups, values: Tensor) -> int:
     if fake_sm90_factors.is_blockwise(to):
-        return fake_sm90_factors.quantize_grouped(args, values, bounds_of(groups), at)
+        return fake_sm90_factors.quantize_grouped(to, groups, values, bounds_of(groups), at)
     name = _NAMES[to.element]
     (rows, cols), count = values.shape, groups.count
     row_made = _poisoned(to.row, layout.shapes_rows(rows, cols, count), "sm90_rows")

@@ -199,10 +199,9 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   }
 }
 
-// The tile of a CTA, of rows that are grouped, or not: groups of none. False for a CTA without one.
-__device__ __forceinline__ bool find_rows(Tile& t, const QuantizeParams& p,
-                                          const GroupTable& groups) {
-  if (!find_tile(t, p)) return false;
+// The rows of a tile that is placed, where they are grouped; or not: groups of none. False for a
+// tile of no group. The whole warp calls it.
+__device__ __forceinline__ bool place_rows(Tile& t, const GroupTable& groups) {
   if (groups.count == 0) return true;
   GroupRows group;
   if (!find_tile(groups, t.rt, group)) return false;
@@ -210,6 +209,12 @@ __device__ __forceinline__ bool find_rows(Tile& t, const QuantizeParams& p,
   t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
   t.last_row = false;  // whole tiles are written along K, and the words need no padding
   return true;
+}
+
+// The tile of a CTA; false for one without.
+__device__ __forceinline__ bool find_rows(Tile& t, const QuantizeParams& p,
+                                          const GroupTable& groups) {
+  return find_tile(t, p) && place_rows(t, groups);
 }
 
 // The tiles of rows that lie in one matrix, or in up to kMostJoined that are one, their rows behind

@@ -38,6 +38,12 @@ Status quantize_grouped_factors(const QuantizeTask& a, const GroupedQuantizeArgs
 Status quantize_stacked_factors(const QuantizeTask& a, const QuantizeOut& to, const void* const* xs,
                                 int64_t count);
 
+// ok, or what is wrong with groups whose rows are those of a task.
+Status check_groups(const QuantizeTask& a, const Groups& groups);
+
+// out[group, col] = sum over the group's tiles of what a task left of them.
+Status launch_group_sums(const QuantizeTask& a, const Groups& groups);
+
 // out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide.
 Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,
                    cudaStream_t stream);

@@ -95,14 +95,27 @@ def quantize_groups(what: QuantizeGroups) -> Quantized:
     """The tokens of all groups, which are not empty, in one read."""
     x, (offs, capacity), row_spec, col_spec, rule, col_sum, seed = what
     check_ends(what.groups, len(x))
-    (rows, cols), groups, device = x.shape, len(offs), x.device
+    (rows, cols), device = x.shape, x.device
     x, offs = binding.rows_of(x), offs_on_device(offs, device)
     args = _native().GroupedQuantizeArgs(
         x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
         x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows), seed=pointer(seed),
         **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
+    made, _partial = set_outputs(args, row_spec, col_spec, (rows, cols), offs, col_sum)
+    binding.set_execution(args, device.index)
+    status = _native().quantize_grouped(args)
+    expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
+    return made
+
+
+def set_outputs(
+    args: Any, row_spec: str, col_spec: str, shape: tuple[int, int], offs: Tensor, col_sum: bool
+) -> tuple[Quantized, Tensor | None]:
+    """Write into a native record where what is made of a matrix in groups goes: the operands and
+    sums that it fills, and scratch memory. offs: their ends on the device."""
     row = col = sums = partial = None
+    (rows, cols), groups, device = shape, len(offs), offs.device
     if row_spec:
         row = _empty_tokens(row_spec, rows, cols, groups, device)
         _set_side(args, "row", row)
@@ -113,10 +126,7 @@ def quantize_groups(what: QuantizeGroups) -> Quantized:
         sums = torch.empty((groups, cols), dtype=torch.float32, device=device)
         partial = torch.empty((group_tiles(rows, groups), cols), dtype=torch.float32, device=device)
         args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-    binding.set_execution(args, device.index)
-    status = _native().quantize_grouped(args)
-    expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
-    return Quantized(row, col, sums)
+    return Quantized(row, col, sums), partial
 
 
 def sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
