@@ -77,8 +77,8 @@ def _anew() -> Iterator[pytest.MonkeyPatch]:
 
 # ------------------------------------------------------------------------------------------ groups
 NATIVE = (
-    "quantize_grouped", "quantize_stacked", "pack_stacked", "columns_of_stacked", "gemm_rows",
-    "gemm_k",
+    "quantize_grouped", "activate_grouped", "quantize_stacked", "pack_stacked",
+    "columns_of_stacked", "gemm_rows", "gemm_k",
 )  # fmt: skip
 
 

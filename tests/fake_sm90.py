@@ -130,8 +130,9 @@ def _end_in(args, values: Tensor) -> int:
     return _quantize(args.to, values)
 
 
-def _randomly(to, values: Tensor, name: str) -> reference.QuantizedParts:
-    """With the transforms and the seed of a call: what the kernels take of them."""
+def _randomly(to, values: Tensor, name: str, first: int | None = None) -> reference.QuantizedParts:
+    """With the transforms and the seed of a call: what the kernels take of them. first: the number
+    of the first element."""
     transforms = to.row.hadamard or to.col.hadamard
     one_read = values.dtype == torch.bfloat16 and name == "e2m1" and not to.row.hadamard
     one_way = bool(to.row.codes) != bool(to.col.codes) and not to.col_sum
@@ -146,7 +147,14 @@ def _randomly(to, values: Tensor, name: str) -> reference.QuantizedParts:
     rule = _RULES[to.rule] + "+sr" * bool(to.seed)
     seed = at(to.seed, (1,), torch.int64) if to.seed else None
     made = reference.quantize_house(
-        Quantize(values, *specs, rule, bool(to.col_sum), seed=seed, first=to.first)
+        Quantize(
+            values,
+            *specs,
+            rule,
+            bool(to.col_sum),
+            seed=seed,
+            first=to.first if first is None else first,
+        )
     )
     return reference.QuantizedParts(*made.row[:2], *made.col[:2], made.col_sum)
 
@@ -402,6 +410,11 @@ def normalize_backward(args) -> int:
 
 
 def activate(args) -> int:
+    return _end_in(args, activated(args))
+
+
+def activated(args) -> Tensor:
+    """The values of a call, which it writes where it is asked to."""
     base = {number: name for name, number in ACT_IDS.items()}[args.act]
     names = [name for name in ACTIVATIONS if Activation(name).base == base]
     (name,) = (name for name in names if Activation(name).gated == args.gated)
@@ -417,7 +430,7 @@ def activate(args) -> int:
         result = fused_math.activate(values, made_by, dtype)
     if args.out:
         at(args.out, result.shape, dtype).copy_(result)
-    return _end_in(args, result)
+    return result
 
 
 # --------------------------------------------------------------------------------------- sequences

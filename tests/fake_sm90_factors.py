@@ -159,8 +159,8 @@ def _tokens(side: Any, groups: Any, rows: int, k: int, name: str, fmt: str, at: 
     return Operand(codes, at(side.scales, scales, layout.scale_dtype), spec, rows, k)
 
 
-def quantize_grouped(args: Any, x: Tensor, bounds: Any, at: At) -> int:
-    to, (rows, cols), groups = args.all.to, x.shape, args.groups
+def quantize_grouped(to: Any, groups: Any, x: Tensor, bounds: Any, at: At) -> int:
+    rows, cols = x.shape
     known = {LAYOUTS["sm90_k"]: "sm90_factors_k", ALIGNED["sm90_k"]: f"sm90_k:{to.spread}"}
     made: dict[str, Operand] = {}
     if to.row.codes:

@@ -16,6 +16,9 @@ from fake_sm90 import (  # noqa: F401
     OK,
     DecodeArgs,
     __getattr__,
+    _randomly,
+    activate,
+    activated,
     at,
     available,
     decode,
@@ -73,10 +76,17 @@ def _poisoned(place, shapes, order: str) -> tuple[Tensor, Tensor] | None:
 
 
 def quantize_grouped(args) -> int:
-    to, groups = args.all.to, args.groups
-    values = read_matrix(args.all.x)
+    return _quantize_grouped(args.all.to, args.groups, read_matrix(args.all.x))
+
+
+def activate_grouped(args, groups) -> int:
+    assert not args.out and (args.to.row.codes or args.to.col.codes)
+    return _quantize_grouped(args.to, groups, activated(args))
+
+
+def _quantize_grouped(to, groups, values: Tensor) -> int:
     if fake_sm90_factors.is_blockwise(to):
-        return fake_sm90_factors.quantize_grouped(args, values, bounds_of(groups), at)
+        return fake_sm90_factors.quantize_grouped(to, groups, values, bounds_of(groups), at)
     name = _NAMES[to.element]
     (rows, cols), count = values.shape, groups.count
     row_made = _poisoned(to.row, layout.shapes_rows(rows, cols, count), "sm90_rows")
@@ -88,9 +98,7 @@ def quantize_grouped(args) -> int:
     for i, (start, end) in enumerate(zip(*bounds_of(groups), strict=True)):
         if start == end:
             continue
-        parts = reference.quantize(
-            values[start:end], name, True, "transposed", _RULES[to.rule], bool(to.col_sum)
-        )
+        parts = _randomly(to, values[start:end], name, to.first + start * cols)
         if row_made:
             packed = pack_tiles(parts.row_codes, parts.row_scales, name, cols, to.spread)
             layout.put_rows(sm90_tiles.PackedOperand(*row_made), packed, start, end, i)

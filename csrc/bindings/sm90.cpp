@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/device.h"
+#include "fused/fused_task.h"
 #include "record.hpp"
 #include "sequence.hpp"
 #include "te_mx/sm90_decode.h"
@@ -145,6 +146,10 @@ void bind_groups(py::module_& m) {
       },
       py::arg("ends"), py::arg("to"), py::arg("stream"), py::arg("device") = -1);
   bind_call(m, "quantize_grouped", quantize_grouped);
+  m.def("activate_grouped", [](const ActArgs& args, const Groups& groups) {
+    const DeviceScope scope(args.execution.device);
+    return number(activate_grouped(args, groups));
+  });
   // xs: an address for each matrix.
   m.def("quantize_stacked", [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs) {
     const std::vector<const void*> from = addresses(xs);

@@ -372,7 +372,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         q = quantize_grouped(
             flatten(x), groups, form.x.row, form.x.col if columns else "", rule=form.rule
         )
-        w_row, w_col = _weights(weights, form, call, need_dx)
+        w_row, w_col = weights_of(weights, form, call, need_dx)
         assert q.row is not None
         y_RN = gemm_rows(
             q.row, w_row, groups, bias=bias, out_dtype=call.out_dtype, tag=call.tag,
@@ -380,7 +380,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         )  # fmt: skip
         if form.one_copy:
             w_col = w_row  # its columns are made in backward
-        ctx.weights, w_saved = _kept_for_dgrad(w_col, parts[:count], need_dx)
+        ctx.weights, w_saved = kept_for_dgrad(w_col, parts[:count], need_dx)
         x_kept = NOTHING
         if need_dw:
             x_kept = Kept.itself(x) if q.col is None else Kept.operand(q.col)
@@ -395,7 +395,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         return run_backward(_backward, "te_mx.GroupedLinear", ctx, *grads)
 
 
-def _weights(
+def weights_of(
     weights: Sequence[Tensor] | Tensor, form: GroupForms, call: GroupedCall, need_dx: bool
 ) -> tuple[Stack, Stack | None]:
     """The operands of the weights: kept ones, or made now in one read."""
@@ -407,7 +407,7 @@ def _weights(
     return quantize_weights(weights, form.w.row, col, rule=form.rule)
 
 
-def _kept_for_dgrad(
+def kept_for_dgrad(
     operand: Stack | None, weights: Sequence[Tensor], need_dx: bool
 ) -> tuple[Stack | None, Sequence[Tensor | None]]:
     """What dgrad needs of the weights, without tensors, and the tensors: an operand's, or the
@@ -420,7 +420,7 @@ def _kept_for_dgrad(
     return operand._replace(codes=None, scales=None, packed=None), (codes, scales, packed)  # type: ignore[arg-type]
 
 
-def _for_dgrad(ctx: Any, saved: tuple[Tensor, ...]) -> Stack:
+def for_dgrad(ctx: Any, saved: tuple[Tensor, ...]) -> Stack:
     """The columnwise operand of what was kept."""
     form = ctx.form
     if ctx.weights is None:
@@ -454,7 +454,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
         assert q.row is not None
         dx_RK = gemm_rows(
             q.row,
-            _for_dgrad(ctx, tensors[5:]),
+            for_dgrad(ctx, tensors[5:]),
             groups,
             out_dtype=x_dtype,
             tag=tag_of(tag, DGRAD),
@@ -465,7 +465,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
         # A function of where the result goes, because a sink may run it later or into main_grad.
         assert q.col is not None
         x_kept = ctx.x_kept.with_tensors(tensors[2:5])
-        wgrad = _wgrad(x_kept, q.col, groups, call, form, ctx.stacked)
+        wgrad = wgrad_of(x_kept, q.col, groups, call, form, ctx.stacked)
         dw = place(ctx.sinks[0], wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
@@ -475,7 +475,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     return (dx,) + (None,) * (_PARTS - 1) + grads
 
 
-def _wgrad(
+def wgrad_of(
     x_kept: Kept, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupForms, stacked: bool
 ) -> GroupedWgrad:
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
@@ -544,7 +544,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
         return GroupedLinearFunction.apply(x, offs, call, *parts)[0]
     weights, bias = split_parts(parts, call.has_bias)
     form = GroupForms.of(x, weights[0], settings)
-    row, _ = _weights(weights, form, call, False)
+    row, _ = weights_of(weights, form, call, False)
     return infer(x, offs, row, bias, call)
 
 

@@ -29,6 +29,7 @@ from te_mx.backends.sm90 import gemm as _sm90_gemm
 from te_mx.backends.sm90 import grouped as _sm90_grouped
 from te_mx.backends.sm90 import grouped_apart as _sm90_grouped_apart
 from te_mx.backends.sm90 import grouped_blockwise as _sm90_grouped_blockwise
+from te_mx.backends.sm90 import grouped_fused as _sm90_grouped_fused
 from te_mx.backends.sm90 import grouped_tokens as _sm90_grouped_tokens
 from te_mx.backends.sm90 import layer as _sm90_layer
 from te_mx.backends.sm90 import linear as _sm90_linear
@@ -42,8 +43,8 @@ KERNEL_FILES = (
     _cpu_frozen, _cpu_fused, _cpu_gemm, _cpu_grouped, _cpu_linear, _cpu_moe, _cpu_quantize,
     _fused, _gemm, _grouped, _moe, _moe_align, _quantize,
     _sm90_blockwise, _sm90_codes, _sm90_decode, _sm90_fused, _sm90_gemm, _sm90_grouped,
-    _sm90_grouped_apart, _sm90_grouped_blockwise, _sm90_grouped_tokens, _sm90_layer,
-    _sm90_linear, _sm90_moe,
+    _sm90_grouped_apart, _sm90_grouped_blockwise, _sm90_grouped_fused, _sm90_grouped_tokens,
+    _sm90_layer, _sm90_linear, _sm90_moe,
     _sm90_quantize,
 )  # fmt: skip
 COST_FILES = _cpu_cost, _sm90_cost

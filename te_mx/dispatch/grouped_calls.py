@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from te_mx.dispatch.calls import Mode
+from te_mx.dispatch.fused import ActStep
 from te_mx.layouts.operand import Operand, Stack
 
 
@@ -30,6 +31,13 @@ class QuantizeGroups(NamedTuple):
     rule: str
     col_sum: bool = False
     seed: Tensor | None = None
+
+
+class ActGroups(NamedTuple):
+    """An activation of the tokens of all groups, or its derivative, that is quantized by groups."""
+
+    step: ActStep
+    groups: Groups
 
 
 class QuantizeWeights(NamedTuple):

@@ -7,11 +7,13 @@ te_mx.autocast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from te_mx.autograd import grouped_mlp
+from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.formats import Format
@@ -112,6 +114,37 @@ class ExpertsModule(OfGroups, LayerInPlace):
         if settings is None:
             assert self._watched is not None
             return self._watched(x_RK, offs, key, bias_EN)
+        source, held = self._read(x_RK, key, bias_EN, settings)
+        y = source.grouped(self, key, x_RK, Groups(offs), held, settings, None)
+        adapters = self._adapters or {}
+        return (y + adapters[key](x_RK, offs)).to(y.dtype) if key in adapters else y
+
+    def _both_products(
+        self, x_RK: Tensor, offs: Tensor, biases: Sequence[Tensor | None], settings: Settings | None
+    ) -> Tensor | None:
+        """Both products and the gate between them as one function, [R, out]; None where somebody
+        looks between, or a state of the weights has products of its own."""
+        first, last = self._weight_keys
+        gate, inner = self._gate, self._shape_of(first)[1]
+        if gate is None or settings is None or self._adapters or self._watched is not None:
+            return None
+        if not self._source.fuses_groups or self._shape_of(last)[2] * 2 != inner:
+            return None
+        read, held = self._read(x_RK, first, biases[0], settings)
+        # Of what lies between, whoever reads the second weight sees dtype and device alone.
+        like = x_RK.new_empty((0, inner // 2), dtype=output_dtype(x_RK))
+        read_last, held_last = self._read(like, last, biases[1], settings)
+        groups = Groups(offs)
+        call, parts = read.grouped_call(self, first, x_RK, groups, held, settings, None)
+        other, others = read_last.grouped_call(self, last, like, groups, held_last, settings, None)
+        if not grouped_mlp.runs((call, other), x_RK, parts):
+            return None
+        return grouped_mlp.grouped_mlp(x_RK, offs, (call, other), gate, (parts, others))
+
+    def _read(
+        self, x_RK: Tensor, key: str, bias_EN: Tensor | None, settings: Settings
+    ) -> tuple[Any, tuple[tuple[Any, ...], tuple[Tensor, ...]]]:
+        """The source of a weight, and what is held: it and its bias, checked beside an input."""
         experts, rows, k = self._shape_of(key)
         self._check_shape(x_RK, f"the input width of {key}", k)
         self._check_kind(x_RK)
@@ -121,10 +154,7 @@ class ExpertsModule(OfGroups, LayerInPlace):
         weight = None if held_now.get(key, self) is None else self._stack(key)
         source = above.distributed.codes_of(self, settings) if is_gathered(weight) else self._source
         source.check(self, key, weight, (experts, rows, k), x_RK.device)
-        held: Any = (weight,), () if bias_EN is None else (bias_EN,)
-        y = source.grouped(self, key, x_RK, Groups(offs), held, settings, None)
-        adapters = self._adapters or {}
-        return (y + adapters[key](x_RK, offs)).to(y.dtype) if key in adapters else y
+        return source, ((weight,), () if bias_EN is None else (bias_EN,))
 
     # ---------------------------------------------------------- weights that stand still, all keys
     def _whole(self, key: str) -> Tensor:

@@ -61,15 +61,20 @@ class TransformersExperts(ExpertsModule):
         def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
             return self._product(x, offs, key, bias, settings)
 
-        return run_experts(self, product, *args, **kwargs)
+        def both(x: Tensor, offs: Tensor, *biases: Tensor | None) -> Tensor | None:
+            return self._both_products(x, offs, biases, settings)
+
+        return run_experts(self, product, *args, both=both, **kwargs)
 
 
 def run_experts(
-    module: Any, product: Product, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The experts of a module, their products by `product`. Numbers outside of the module's experts
-    are no expert's, as those of other ranks under expert parallelism: they add nothing and get no
-    gradient."""
+    module: Any, product: Product, hidden_states: Tensor, top_k_index: Tensor,
+    top_k_weights: Tensor, *, both: Callable[..., Tensor | None] | None = None,
+) -> Tensor:  # fmt: skip
+    """The experts of a module, their products by `product`, or by `both`: (rows, ends of the
+    experts, both biases) -> rows behind the second product, None where it does not. Numbers outside
+    of the module's experts are no expert's, as those of other ranks under expert parallelism: they
+    add nothing and get no gradient."""
     _check(hidden_states, top_k_index, top_k_weights)
     if node.active():
         held = *module.parameters(), *module.buffers()
@@ -77,9 +82,12 @@ def run_experts(
     first, last = keys_of(module)
     to = route(top_k_index, module.num_experts)
     x_RH = take_rows(hidden_states, to)
-    h = product(x_RH, to.offs, first, _bias(module, first))
-    a = _activated(module, h)
-    y_RH = product(a, to.offs, last, _bias(module, last))
+    biases = _bias(module, first), _bias(module, last)
+    made = None if both is None else both(x_RH, to.offs, *biases)
+    if made is None:
+        a = _activated(module, product(x_RH, to.offs, first, biases[0]))
+        made = product(a, to.offs, last, biases[1])
+    y_RH = made
     if _flag(module, "has_post_expert_norm", False):
         # A normalization with a bias makes something of the zeros of no expert.
         y_RH = torch.where(to.inside(), module.post_expert_norm(y_RH), 0)

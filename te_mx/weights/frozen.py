@@ -52,6 +52,7 @@ class Frozen(WeightSource):
     standing = "frozen"
     decodes = True
     fixes = True
+    fuses_groups = False  # few rows have kernels of their own
     _word = "frozen"
     settings: Settings
 

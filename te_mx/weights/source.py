@@ -85,6 +85,7 @@ class WeightSource:
     # For weights/ itself: whether `inside` changes settings; whether only codes are left.
     fixes = False
     dropped = False
+    fuses_groups = True  # whether `grouped` is always that of `grouped_call`
     joined: Any = None  # the whole of a weight whose parts are gathered as codes
     lent: Lent | None = None
     owned: Mapping[int, Owner] | None = None
@@ -176,6 +177,15 @@ class WeightSource:
     ) -> Tensor:  # fmt: skip
         """The rows of every group times its weight. held: the parameters of the weights, and those
         of the biases that are added."""
+        call, parts = self.grouped_call(layer, key, x, groups, held, settings, first, kept)
+        return grouped_linear(x, groups.offs, parts, call)
+
+    def grouped_call(
+        self, layer: Any, key: str, x: Tensor, groups: Groups, held: tuple[tuple[Tensor, ...], ...],
+        settings: Settings, first: bool | None, kept: Any = None,
+    ) -> tuple[GroupedCall, tuple[Tensor, ...]]:  # fmt: skip
+        """What `grouped` calls autograd with. x: the input, or one of its dtype and device that
+        requires grad as it does."""
         if kept is None and first is not None:
             need_dx = torch.is_grad_enabled() and x.requires_grad
             kept = self.operands(layer, key, settings, first, x.device, need_dx)
@@ -188,7 +198,7 @@ class WeightSource:
             groups.capacity, settings, output_dtype(x), len(added) > 0, kept, tag_for(layer, key),
             layer.save_original_input, sink,
         )  # fmt: skip
-        return grouped_linear(x, groups.offs, (*weights, *added), call)
+        return call, (*weights, *added)
 
     def grad_target(
         self, layer: Any, parameters: Sequence[Tensor], first: bool | None,
@@ -331,12 +341,12 @@ class Gathered(WeightSource):
     ) -> Tensor:  # fmt: skip
         return super().linear(layer, x, weight, bias, settings, first, self.kept["weight"])
 
-    def grouped(
+    def grouped_call(
         self, layer: Any, key: str, x: Tensor, groups: Groups, held: tuple[tuple[Tensor, ...], ...],
         settings: Settings, first: bool | None, kept: Any = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[GroupedCall, tuple[Tensor, ...]]:  # fmt: skip
         kept = self.kept[key]
-        return super().grouped(layer, key, x, groups, held, kept.settings, first, kept)
+        return super().grouped_call(layer, key, x, groups, held, kept.settings, first, kept)
 
 
 def tag_for(layer: Any, key: str) -> int:

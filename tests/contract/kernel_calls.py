@@ -399,6 +399,7 @@ CASES = {
 ELSEWHERE = {
     "layer": "is autograd's: tests/autograd/test_layer_one_call.py and tests/gpu",
     "linear": "is autograd's: tests/autograd/test_linear_one_call.py and tests/gpu",
+    "act_quantize_grouped": "is act_quantize, then quantize_grouped: tests/gpu/test_sm90_fused.py",
     "norm_rows": "is norm_quantize without codes: tests/gpu/test_sm90_norm_rows.py",
     "norm_backward": "has sums of its own order: tests/backends/reference/test_fused_ops.py",
     "columns_of_weights": "is two other ops: tests/backends/sm90/test_sm90_grouped_plain_path.py",

@@ -9,6 +9,8 @@ import torch
 
 from te_mx._ops import quantized
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx._ops.grouped_fused import act_quantize_grouped
+from te_mx._ops.grouped_quantize import quantize_grouped
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch import registry
 from te_mx.dispatch.fused import (
@@ -20,6 +22,7 @@ from te_mx.dispatch.fused import (
     NormStep,
     Target,
 )
+from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.nn import activations
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -255,6 +258,39 @@ def test_activations(name, shape, dtype):
                 same_sides(one.quantized, two.quantized)
                 same(one.quantized.col_sum, two.quantized.col_sum)
         same(made.out, first), same(there.out, first_back)  # whatever is wanted beside
+
+
+GROUPED = (  # tokens as recipes ask for them; the last three are quantized in a launch of their own
+    Target(f"{E4M3}@sm90_rows:8", f"{E4M3}@sm90_k:8", "rceil", True),
+    Target("", f"{E5M2}@sm90_k:0", "floor", True),
+    Target(f"{E4M3}@sm90_rows:3", "", "floor"),
+    Target("mxfp4@sm90_rows:8", "mxfp4@sm90_k:8", "even", True),
+    Target(f"{LOW}@sm90_factors_rows", f"{LOW}@sm90_k:8", "pow2", True),
+    Target(f"{LOW}@sm90_factors_rows", f"{LOW}@sm90_factors_k", "fp32:0.0001", True),
+    Target("mxfp4@sm90_rows:8", f"{E4M3}@sm90_k:8", "rceil"),
+    Target("mxfp4@sm90_rows:8", "mxfp4+rht32:0x1234abcd@sm90_k:8", "rceil", True),
+    Target("fp8_e5m2_1x128@sm90_factors_rows", "", "fp32"),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [128, 264, 77])
+@pytest.mark.parametrize("name", ["swiglu", "srelu", "geglu"])
+@pytest.mark.parametrize("splits", [[300, 0, 1, 130], [0, 257], [1] * 5], ids=str)
+def test_activations_of_groups(splits, name, cols, dtype):
+    """The bytes of the quantizer of groups, where a group has some; ends that the device knows."""
+    act, rows = Activation(name), sum(splits) + 3
+    h = randn(rows, cols * (2 if act.gated else 1), dtype=dtype)
+    ends = torch.tensor(splits).cumsum(0)
+    groups = Groups(ends.cuda().int())
+    for given in (None, randn(rows, cols, dtype=dtype, seed=2)):
+        values = activate(h, act, dtype, TARGETS[6], given).out
+        for target in GROUPED:
+            step = ActStep(h, given, act, dtype, False, target)
+            made = act_quantize_grouped(ActGroups(step, groups))
+            row, col, rule, sums, _ = target
+            want = quantize_grouped(values, groups, row, col, rule=rule, col_sum=sums)
+            same_sides(made, want), same(made.col_sum, want.col_sum)
 
 
 def small_beside_large(rows, cols, dtype, zeros):

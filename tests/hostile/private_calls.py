@@ -105,6 +105,8 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "act_quantize", (x, None, "gelu", 0.0, 0.0, 0.0, BF16, True, *target)
     half = torch.randn(24, 32)
     yield "act_quantize", (x, half, "swiglu", 0.0, 0.0, 0.0, F32, False, *target)
+    target = R8, G8, "rceil", True, None
+    yield "act_quantize_grouped", (x, half, "swiglu", 0.0, 0.0, 0.0, F32, offs, 0, *target)
 
     words = in_words(te_mx.recipe.MXFP8BlockScaling().settings)
     masters, codes = (te_mx.Linear(64, 40, dtype=BF16) for _ in range(2))

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx._ops.grouped_fused import act_quantize_grouped
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.recipe import MXFP8BlockScaling
 
 FAMILIES = {
@@ -131,6 +132,9 @@ def test_ops():
         packed = ops.convert_2d(seen(q.row), "mxfp8_e4m3@sm90:8")
         groups = Groups(view(offs))
         g = quantize_grouped(view(x), groups, rows, grouped, rule="rceil")
+        to_groups = Target(rows, grouped, "rceil")
+        step = ActStep(view(x), view(dz[:, :32]), act, x.dtype, False, to_groups)
+        dg = act_quantize_grouped(ActGroups(step, groups))
         stack, _ = quantize_weights([view(x), x], rows, rule="rceil")
         turned = columns_of_weights(seen(stack), cols, "rceil")
         y = gemm_rows(seen(g.row), seen(stack), groups, bias=view(dz[:2, :24]), out_dtype=x.dtype)
@@ -138,7 +142,8 @@ def test_ops():
         product = ops.gemm_2d(seen(q.row), seen(g.row), out_dtype=x.dtype).out
         return [
             *made[:3], *parts(made.quantized), *back, h.out, *parts(h.quantized), dh.out,
-            *parts(dh.quantized), *parts(q), *values, *packed[:2], *parts(g)[:4], *turned[:2], y,
+            *parts(dh.quantized), *parts(q), *values, *packed[:2], *parts(g)[:4], *parts(dg)[:4],
+            *turned[:2], y,
             dw, product,
         ]  # fmt: skip
 

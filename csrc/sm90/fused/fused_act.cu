@@ -42,9 +42,7 @@ Status launch_act(const ActParams& p, dim3 grid, cudaStream_t stream) {
                       [&]<tile::Fp8 kFmt>() { return launch_plain<T, kFmt>(p, grid, stream); });
 }
 
-}  // namespace
-
-Status activate(const ActArgs& a) {
+Status run(const ActArgs& a, const Groups* groups) {
   const bool backward = a.grad.data != nullptr;
   const int64_t cols = a.gated ? a.h.cols / 2 : a.h.cols;
   if ((a.gated && a.h.cols % 2 != 0) ||
@@ -60,11 +58,21 @@ Status activate(const ActArgs& a) {
   // What is quantized lies nowhere.
   Status status =
       make_task(q, {nullptr, a.h.rows, backward ? a.h.cols : cols, 0, a.h.col_stride, a.out_dtype},
-                a.to, a.execution.stream);
+                a.to, a.execution.stream, groups == nullptr ? Layout::tiles : Layout::group_rows,
+                groups == nullptr ? Layout::tiles : Layout::group_k);
   if (status != Status::ok) return status;
-  if (q.rows == 0 || q.cols == 0) return Status::ok;
   ActParams p{};
-  status = sink_params(q, a.to, p.q);
+  if (groups == nullptr) {
+    if (q.rows == 0 || q.cols == 0) return Status::ok;
+    status = sink_params(q, a.to, p.q);
+  } else {
+    status = check_groups(q, *groups);
+    if (status != Status::ok) return status;
+    const int64_t tiles = group_tiles(groups->rows, groups->count);
+    status =
+        a.out != nullptr ? Status::unsupported : sink_params(q, a.to, tiles, tiles * kTile, p.q);
+    p.groups = group_table(*groups);
+  }
   if (status != Status::ok) return status;
   p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
   p.act = {a.act, a.gated, a.limit, a.alpha, a.offset};
@@ -81,7 +89,15 @@ Status activate(const ActArgs& a) {
            : q.x_dtype == DType::f16  ? launch_act<__half>(p, grid, stream)
                                       : launch_act<float>(p, grid, stream);
   if (status != Status::ok || q.col_sum == nullptr) return status;
-  return launch_sums(q.col_sum_ws, q.col_sum, q.col_sum_dtype, p.q.row_tiles, q.cols, stream);
+  return groups == nullptr
+             ? launch_sums(q.col_sum_ws, q.col_sum, q.col_sum_dtype, p.q.row_tiles, q.cols, stream)
+             : launch_group_sums(q, *groups);
 }
+
+}  // namespace
+
+Status activate(const ActArgs& args) { return run(args, nullptr); }
+
+Status activate_grouped(const ActArgs& args, const Groups& groups) { return run(args, &groups); }
 
 }  // namespace te_mx::sm90

@@ -11,6 +11,7 @@ namespace te_mx::sm90 {
 
 struct ActParams {
   FactorParams q;
+  GroupTable groups;  // of none: rows are not grouped
   Rows h, grad;
   int64_t cols;  // of the activated values; gates start there in h
   ActWords act;
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   Tile t;
   tile::let_dependents_start();
   tile::await_predecessors();
-  if (!find_tile(t, p.q)) return;
+  if (!find_rows(t, p.q, p.groups)) return;
   const Place at;
   const Extent e(p.q, t, at);
   const T* const from =
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   Tile t;
   tile::let_dependents_start();
   tile::await_predecessors();
-  if (!find_tile(t, p.q)) return;
+  if (!find_rows(t, p.q, p.groups)) return;
   const Place at;
   const Extent e(p.q, t, at);
   const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
@@ -187,6 +188,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   });
   // NOTE: what is known of the tile would stay in registers all along, as in quantize_slot.
   place_tile(t, p.q, tile::opaque(t.rt), tile::opaque(t.ct));
+  place_rows(t, p.groups);
 #pragma unroll 1
   for (int left = p.halves; left >= 0; --left) {
     // Products have many small values beside large ones.

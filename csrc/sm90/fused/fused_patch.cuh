@@ -47,7 +47,7 @@ struct Extent {
   int rows, cols;
   __device__ __forceinline__ Extent(int rows, int cols) : rows(min(rows, 8)), cols(min(cols, 8)) {}
   __device__ __forceinline__ Extent(const QuantizeParams& p, const Tile& t, const Place& at)
-      : Extent((t.last_row ? p.last_rows : 128) - at.r, (t.last_col ? p.last_cols : 128) - at.c) {}
+      : Extent(t.rows - at.r, (t.last_col ? p.last_cols : 128) - at.c) {}
   __device__ __forceinline__ bool whole() const { return rows == 8 && cols == 8; }
 };
 
@@ -224,12 +224,17 @@ __device__ __forceinline__ void quantize_slot(SinkSmem<T, kSink>& s, const Facto
   }
 }
 
-// Parameters of the quantizer that a step ends in.
-inline Status sink_params(const QuantizeTask& a, const QuantizeOut& to, FactorParams& p) {
-  if (!is_blockwise(to.scaling)) return quantize_params(a, p);
+// Parameters of the quantizer that a step ends in, for rows that are cut into `row_tiles` tiles,
+// with `k` codes in a row of the columns.
+inline Status sink_params(const QuantizeTask& a, const QuantizeOut& to, int64_t row_tiles,
+                          int64_t k, FactorParams& p) {
+  if (!is_blockwise(to.scaling)) return quantize_params(a, row_tiles, k, p);
   if (to.scaling.block_rows != 1) return Status::unsupported;
   const Status status = check_factors(to);
-  return status == Status::ok ? factor_params(a, to, (a.rows + 127) / 128, a.rows, p) : status;
+  return status == Status::ok ? factor_params(a, to, row_tiles, k, p) : status;
+}
+inline Status sink_params(const QuantizeTask& a, const QuantizeOut& to, FactorParams& p) {
+  return sink_params(a, to, (a.rows + 127) / 128, a.rows, p);
 }
 
 // Lets a kernel have its shared memory, and launches it so that it starts while its predecessor

@@ -12,6 +12,10 @@ struct Rows {
 
 inline Rows rows_of(const Matrix& m) { return {m.data, m.row_stride}; }
 
+// activate() of rows in groups, to layouts of groups: each has blocks of its own. Without `out`;
+// col_sum is [groups, cols].
+Status activate_grouped(const ActArgs& args, const Groups& groups);
+
 // dx, dweight and dbias from dz.
 struct NormGradTask {
   Rows dz, x;

@@ -160,11 +160,15 @@ Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, voi
   return Status::ok;
 }
 
+QuantizeOut plainly(const QuantizeOut& to) {
+  QuantizeOut plain = to;
+  plain.seed = nullptr, plain.row.hadamard = plain.col.hadamard = 0;
+  return plain;
+}
+
 Status quantize(const QuantizeArgs& args) {
   QuantizeTask task;
-  QuantizeOut plain = args.to;
-  plain.seed = nullptr, plain.row.hadamard = plain.col.hadamard = 0;
-  const Status status = make_task(task, args.x, plain, args.execution.stream);
+  const Status status = make_task(task, args.x, plainly(args.to), args.execution.stream);
   if (status != Status::ok) return status;
   if (!rounds_plainly(args.to)) {
     return is_blockwise(args.to.scaling) ? Status::unsupported : quantize_randomly(task, args.to);

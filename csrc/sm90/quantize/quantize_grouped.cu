@@ -19,32 +19,41 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
 
 }  // namespace
 
+Status check_groups(const QuantizeTask& a, const Groups& groups) {
+  const bool bad = !valid(groups) || a.rows != groups.rows || a.row_codes != nullptr ||
+                   a.col_codes != nullptr || a.cols == 0 || groups.count > 65535;
+  return bad ? Status::bad_argument : Status::ok;
+}
+
+Status launch_group_sums(const QuantizeTask& a, const Groups& groups) {
+  const float* const partial = a.col_sum_ws;
+  return launch_adding(sum_group_tiles, a.cols, groups.count, static_cast<cudaStream_t>(a.stream),
+                       partial, a.col_sum, a.col_sum_dtype, group_table(groups), a.cols);
+}
+
 Status quantize_grouped(const GroupedQuantizeArgs& args) {
   const Groups& groups = args.groups;
   QuantizeTask a;
-  Status status = make_task(a, args.all.x, args.all.to, args.all.execution.stream,
+  const QuantizeOut& to = args.all.to;
+  Status status = make_task(a, args.all.x, plainly(to), args.all.execution.stream,
                             Layout::group_rows, Layout::group_k);
   if (status != Status::ok) return status;
-  if (!valid(groups) || a.rows != groups.rows || a.row_codes != nullptr || a.col_codes != nullptr ||
-      a.cols == 0 || groups.count > 65535) {
-    return Status::bad_argument;
-  }
-  const auto stream = static_cast<cudaStream_t>(a.stream);
-  const GroupTable table = group_table(groups);
-  if (is_blockwise(args.all.to.scaling)) {
+  status = check_groups(a, groups);
+  if (status != Status::ok) return status;
+  if (!rounds_plainly(to)) {
+    status = is_blockwise(to.scaling) ? Status::unsupported : quantize_randomly(a, to, &groups);
+  } else if (is_blockwise(to.scaling)) {
     status = quantize_grouped_factors(a, args);
   } else {
     const int64_t tiles = group_tiles(groups.rows, groups.count);
     QuantizeParams p;
     status = quantize_params(a, tiles, tiles * kTile, p);
     if (status != Status::ok) return status;
-    status = launch_quantize(p, row_tiles_of(a.x, table), tile_grid(p, p.col_tiles),
-                             tiles * p.col_tiles, stream, Start::early);
+    status =
+        launch_quantize(p, row_tiles_of(a.x, group_table(groups)), tile_grid(p, p.col_tiles),
+                        tiles * p.col_tiles, static_cast<cudaStream_t>(a.stream), Start::early);
   }
-  if (status != Status::ok || a.col_sum == nullptr) return status;
-  const float* const partial = a.col_sum_ws;
-  return launch_adding(sum_group_tiles, a.cols, groups.count, stream, partial, a.col_sum,
-                       a.col_sum_dtype, table, a.cols);
+  return status != Status::ok || a.col_sum == nullptr ? status : launch_group_sums(a, groups);
 }
 
 Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t count) {

@@ -199,6 +199,24 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   }
 }
 
+// The rows of a tile that is placed, where they are grouped; or not: groups of none. False for a
+// tile of no group. The whole warp calls it.
+__device__ __forceinline__ bool place_rows(Tile& t, const GroupTable& groups) {
+  if (groups.count == 0) return true;
+  GroupRows group;
+  if (!find_tile(groups, t.rt, group)) return false;
+  const int inside = 128 * (t.rt - group.first_tile());
+  t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
+  t.last_row = false;  // whole tiles are written along K, and the words need no padding
+  return true;
+}
+
+// The tile of a CTA; false for one without.
+__device__ __forceinline__ bool find_rows(Tile& t, const QuantizeParams& p,
+                                          const GroupTable& groups) {
+  return find_tile(t, p) && place_rows(t, groups);
+}
+
 // The tiles of rows that lie in one matrix, or in up to kMostJoined that are one, their rows behind
 // each other; or in groups of rows, with each of which tiles begin anew.
 struct RowTiles {
@@ -221,14 +239,7 @@ struct RowTiles {
   }
   // False for a CTA without a tile.
   __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    if (!find_tile(t, p)) return false;
-    if (groups.count == 0) return true;
-    GroupRows group;
-    if (!find_tile(groups, t.rt, group)) return false;
-    const int inside = 128 * (t.rt - group.first_tile());
-    t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
-    t.last_row = false;  // whole tiles are written along K, and the words need no padding
-    return true;
+    return find_rows(t, p, groups);
   }
 };
 

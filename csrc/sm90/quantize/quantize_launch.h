@@ -25,8 +25,11 @@ dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices = 1);
 // Whether the kernel instance for plain codes is needed.
 bool wants_plain(const QuantizeParams& p);
 
-// The quantizer with what rounds_plainly() does not know.
-Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to);
+// The quantizer with what rounds_plainly() does not know, of one matrix or of groups of its rows,
+// to which transforms and blocks are confined; numbers of elements are those of x. Of groups it
+// leaves partial sums.
+Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to,
+                         const Groups* groups = nullptr);
 
 // The quantizer to codes with fp32 factors, for a task whose scales are those that `to` asks for;
 // the same of groups of rows, and of several matrices (te_mx/sm90.h).
@@ -34,6 +37,12 @@ Status quantize_factors(const QuantizeTask& a, const QuantizeOut& to, Start star
 Status quantize_grouped_factors(const QuantizeTask& a, const GroupedQuantizeArgs& args);
 Status quantize_stacked_factors(const QuantizeTask& a, const QuantizeOut& to, const void* const* xs,
                                 int64_t count);
+
+// ok, or what is wrong with groups whose rows are those of a task.
+Status check_groups(const QuantizeTask& a, const Groups& groups);
+
+// out[group, col] = sum over the group's tiles of what a task left of them.
+Status launch_group_sums(const QuantizeTask& a, const Groups& groups);
 
 // out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide.
 Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,

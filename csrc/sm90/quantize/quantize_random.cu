@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
   tile::await_predecessors();
   const QuantizeParams& p = all.q;
   Tile t;
-  if (!find_tile(t, p)) return;
+  if (!find_rows(t, p, all.groups)) return;
   const Place at;
   uint2 x[8][4];
   void* const slot = &s.codes[0][0] + 64 * threadIdx.x;
@@ -143,7 +143,7 @@ Status launch(const RandomParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to) {
+Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to, const Groups* groups) {
   const bool both = to.row.codes != nullptr && to.col.codes != nullptr;
   const bool one_read = a.x_dtype == DType::bf16 && to.element == Element::e2m1 &&
                         (to.row.codes == nullptr || to.row.hadamard == 0);
@@ -157,13 +157,17 @@ Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to) {
   }
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   RandomParams p{};
-  Status status = quantize_params(a, p.q);
+  const int64_t tiles = groups == nullptr ? 0 : group_tiles(groups->rows, groups->count);
+  Status status =
+      groups == nullptr ? quantize_params(a, p.q) : quantize_params(a, tiles, tiles * kTile, p.q);
   if (status != Status::ok) return status;
+  if (groups != nullptr) p.groups = group_table(*groups);
   p.seed = to.seed, p.first = to.first;
   p.size = side.hadamard, p.signs = static_cast<uint32_t>(side.signs);
   const auto stream = static_cast<cudaStream_t>(a.stream);
   status = one_read ? quantize_both_randomly(p, stream) : launch(p, stream);
-  if (status != Status::ok || a.col_sum == nullptr) return status;
+  // Sums of groups are their caller's.
+  if (status != Status::ok || a.col_sum == nullptr || groups != nullptr) return status;
   return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.q.row_tiles, a.cols, stream);
 }
 

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   tile::await_predecessors();
   const QuantizeParams& p = all.q;
   Tile t;
-  if (!find_tile(t, p)) return;
+  if (!find_rows(t, p, all.groups)) return;
   const Place at;
   const Bf16* from = static_cast<const Bf16*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c;
   const bool sums = p.a.col_sum != nullptr;

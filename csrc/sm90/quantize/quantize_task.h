@@ -47,4 +47,7 @@ struct QuantizeTask {
 Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, void* stream,
                  Layout row_tiles = Layout::tiles, Layout col_tiles = Layout::tiles);
 
+// `to` without what rounds_plainly() does not know, for tasks of quantize_randomly().
+QuantizeOut plainly(const QuantizeOut& to);
+
 }  // namespace te_mx::sm90

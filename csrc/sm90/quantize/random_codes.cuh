@@ -9,6 +9,7 @@ namespace te_mx::sm90 {
 
 struct RandomParams {
   QuantizeParams q;
+  GroupTable groups;    // of none: rows are not grouped
   const int64_t* seed;  // null: to nearest even
   int64_t first;        // number of x's first element
   int size;             // of the transform, 0 for none

@@ -10,7 +10,9 @@ from torch import Tensor
 from te_mx.backends.reference import grouped_math
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Quantize
+from te_mx.dispatch.fused import Target
 from te_mx.dispatch.grouped_calls import (
+    ActGroups,
     GroupedK,
     GroupedRows,
     Groups,
@@ -70,6 +72,19 @@ class QuantizeGroupsReference(_Reference):
         return _packed(what, bounds) if packed else _plain(what, bounds)
 
 
+class ActGroupsReference(_Reference):
+    """An activation, then the quantizer of groups, each by its own kernel."""
+
+    op = "act_quantize_grouped"
+
+    def run(self, what: ActGroups) -> Quantized:
+        row, col, rule, col_sum, seed = what.step.target
+        step = what.step._replace(keep=True, target=Target("", "", "rceil"))
+        made = run.run_on("act_quantize", step.h, "", "", step.dtype, "rceil", step).out
+        asked = QuantizeGroups(made, what.groups, row, col, rule, col_sum, seed)
+        return _direction(asked, row, col, col_sum)
+
+
 def _kind(spec: str) -> tuple[str, str]:
     """Format of a spec, and the layout of a group's part; "" for plain ones."""
     fmt, layout = spec_of(spec)
@@ -77,7 +92,7 @@ def _kind(spec: str) -> tuple[str, str]:
 
 
 def _direction(what: QuantizeGroups, row: str, col: str, col_sum: bool) -> Quantized:
-    """One direction alone, by its own kernel."""
+    """Some directions, by the kernel for these."""
     x, offs = what.x, what.groups.offs
     rows, cols = x.shape
     problem = Problem(
@@ -277,7 +292,7 @@ def own_k(side: Operand, start: int, end: int, group: int) -> Operand:
 
 
 for _kernel in (
-    QuantizeGroupsReference, QuantizeWeightsReference, ColumnsOfWeightsReference,
-    GemmRowsReference, GemmKReference,
+    ActGroupsReference, QuantizeGroupsReference, QuantizeWeightsReference,
+    ColumnsOfWeightsReference, GemmRowsReference, GemmKReference,
 ):  # fmt: skip
     register(_kernel())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from te_mx.backends.native import FORMATS, FP4, RULES, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 
 MX = FORMATS + FP4
@@ -29,6 +30,14 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
     if problem.op in COUNTED and max(problem.m, problem.n, problem.k) > MOST:
         return f"counts sizes up to {MOST}"
     return None
+
+
+def as_multiplied(problem: Problem) -> Problem:
+    """A problem of products without the stochastic rounding of its left operand, an output
+    gradient, where that is of MXFP4: the quantizers here round it, and pack it as any other."""
+    if spec_of(problem.lhs).format.untransformed.name not in FP4:
+        return problem
+    return problem._replace(rule=split_rule(problem.rule)[0])
 
 
 def why_not_weights(problem: Problem) -> str | None:

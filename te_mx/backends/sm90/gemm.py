@@ -12,7 +12,7 @@ from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, LAYOUTS, pointer, set_
 from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.sm90 import binding, split_k, ways
-from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.envelope import as_multiplied, why_not, why_not_second
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
@@ -20,7 +20,6 @@ from te_mx.dispatch.calls import Epilogue, Product, Ran
 from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
-from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
@@ -185,10 +184,7 @@ class Adaptive(Kernel):
     op, name, rank = "gemm", ADAPTIVE, 0
 
     def accepts(self, problem: Problem) -> str | None:
-        fp4 = [spec_of(spec).format.untransformed.name in FP4 for spec in problem[2:4]]
-        if all(fp4):  # which the quantizer also packs where it rounds them stochastically
-            problem = problem._replace(rule=split_rule(problem.rule)[0])
-        reason = why_not(problem, "rows", "cols", "sm90")
+        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
         if reason is None and problem.precision != "adaptive":
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
         return reason or why_not_second(problem.rhs)

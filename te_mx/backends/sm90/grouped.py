@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, SCALE_RULES, typed_address
+from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, SCALE_RULES, pointer, typed_address
 from te_mx.backends.native import (
     fields_of,
     fields_to,
@@ -20,9 +20,10 @@ from te_mx.backends.native import (
     words_of,
 )
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
+from te_mx.backends.sm90.envelope import as_multiplied, why_not, why_not_second, why_not_weights
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.groups import group_tiles
+from te_mx.backends.sm90.quantize import sums_too, why_not_randomly
 from te_mx.dispatch.grouped_calls import (
     GroupedK,
     GroupedRows,
@@ -92,16 +93,29 @@ def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
 
 def quantize_groups(what: QuantizeGroups) -> Quantized:
     """The tokens of all groups, which are not empty, in one read."""
-    x, (offs, capacity), row_spec, col_spec, rule, col_sum = what[:6]
+    x, (offs, capacity), row_spec, col_spec, rule, col_sum, seed = what
     check_ends(what.groups, len(x))
-    (rows, cols), groups, device = x.shape, len(offs), x.device
+    (rows, cols), device = x.shape, x.device
     x, offs = binding.rows_of(x), offs_on_device(offs, device)
     args = _native().GroupedQuantizeArgs(
         x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
-        x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows),
+        x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows), seed=pointer(seed),
         **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
+    made, _partial = set_outputs(args, row_spec, col_spec, (rows, cols), offs, col_sum)
+    binding.set_execution(args, device.index)
+    status = _native().quantize_grouped(args)
+    expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
+    return made
+
+
+def set_outputs(
+    args: Any, row_spec: str, col_spec: str, shape: tuple[int, int], offs: Tensor, col_sum: bool
+) -> tuple[Quantized, Tensor | None]:
+    """Write into a native record where what is made of a matrix in groups goes: the operands and
+    sums that it fills, and scratch memory. offs: their ends on the device."""
     row = col = sums = partial = None
+    (rows, cols), groups, device = shape, len(offs), offs.device
     if row_spec:
         row = _empty_tokens(row_spec, rows, cols, groups, device)
         _set_side(args, "row", row)
@@ -112,10 +126,7 @@ def quantize_groups(what: QuantizeGroups) -> Quantized:
         sums = torch.empty((groups, cols), dtype=torch.float32, device=device)
         partial = torch.empty((group_tiles(rows, groups), cols), dtype=torch.float32, device=device)
         args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-    binding.set_execution(args, device.index)
-    status = _native().quantize_grouped(args)
-    expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
-    return Quantized(row, col, sums)
+    return Quantized(row, col, sums), partial
 
 
 def sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
@@ -262,6 +273,22 @@ class HopperQuantizeGroups(Kernel):
         return quantize_groups(what)
 
 
+class HopperRandomGroups(HopperQuantizeGroups):
+    """With stochastic rounding or a Hadamard transform, as `HopperRandomQuantize`: every group has
+    chunks of its own, and elements have the numbers that they have in x."""
+
+    name = "sm90_random"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not_randomly(problem, HopperQuantizeGroups())
+
+    def run(self, what: QuantizeGroups) -> Quantized:
+        if not what.col_sum or sums_too(what.x.dtype, what.row, what.col):
+            return quantize_groups(what)
+        sums = quantize_groups(what._replace(row="", col="", seed=None)).col_sum
+        return quantize_groups(what._replace(col_sum=False))._replace(col_sum=sums)
+
+
 class HopperQuantizeWeights(Kernel):
     op, name = "quantize_weights", "sm90"
 
@@ -301,6 +328,7 @@ class HopperGemmRows(Kernel):
     op, name = "gemm_rows", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
+        problem = as_multiplied(problem)
         reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
             problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
         )
@@ -333,7 +361,7 @@ class HopperGemmK(Kernel):
     op, name = "gemm_k", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "sm90_k") or not_adaptive(problem)
+        reason = why_not(as_multiplied(problem), "sm90_k") or not_adaptive(problem)
         return reason or why_not_second(problem.rhs)
 
     def run(self, p: GroupedK) -> str:
@@ -368,7 +396,7 @@ class HopperMoveEnds(Kernel):
 
 
 for _kernel in (
-    HopperMoveEnds, HopperQuantizeGroups, HopperQuantizeWeights, HopperColumnsOfWeights,
-    HopperGemmRows, HopperGemmK,
+    HopperMoveEnds, HopperQuantizeGroups, HopperRandomGroups, HopperQuantizeWeights,
+    HopperColumnsOfWeights, HopperGemmRows, HopperGemmK,
 ):  # fmt: skip
     register(_kernel())

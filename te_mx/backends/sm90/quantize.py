@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import LAYOUTS, pointer
-from te_mx.backends.native import fields_of, fields_to, one_read, record_of, words_of
+from te_mx.backends.native import FP4, fields_of, fields_to, one_read, record_of, words_of
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
@@ -120,26 +120,31 @@ class HopperRandomQuantize(Kernel):
     op, name = "quantize", "sm90_random"
 
     def accepts(self, problem: Problem) -> str | None:
-        specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
-        stochastic = is_stochastic(problem.rule)
-        transforms = any(spec_of(spec).format.transform is not None for spec in specs)
-        if not (stochastic or transforms):
-            return "is for stochastic rounding and Hadamard transforms"
-        lhs, rhs = _untransformed(problem.lhs), _untransformed(problem.rhs)
-        plain = problem._replace(lhs=lhs, rhs=rhs, rule=split_rule(problem.rule)[0])
-        sides = [plain]
-        if _in_one_read(problem):
-            sides = [plain._replace(rhs=""), plain._replace(lhs="")]
-        elif transforms and len(specs) > 1:
-            return "transforms one direction at a time, but columns of bfloat16 to MXFP4"
-        found = (HopperQuantize.accepts(self, side) for side in sides)  # type: ignore[arg-type]
-        reason = next(filter(None, found), None)
-        if reason is None and stochastic and words_of(specs[0])[0] != "e2m1":
-            reason = f"rounds MXFP4 stochastically, not {spec_of(specs[0]).format.name}"
-        return reason
+        return why_not_randomly(problem, HopperQuantize())
 
     def make_plan(self, problem: Problem) -> Quantizer:
         return Quantizer(problem)
+
+
+def why_not_randomly(problem: Problem, plain: Kernel) -> str | None:
+    """Why matrices, or groups, are not rounded stochastically or transformed where `plain` takes
+    the same without either; None when they are."""
+    specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
+    stochastic = is_stochastic(problem.rule)
+    transforms = any(spec_of(spec).format.transform is not None for spec in specs)
+    if not (stochastic or transforms):
+        return "is for stochastic rounding and Hadamard transforms"
+    lhs, rhs = _untransformed(problem.lhs), _untransformed(problem.rhs)
+    rounded = problem._replace(lhs=lhs, rhs=rhs, rule=split_rule(problem.rule)[0])
+    sides = [rounded]
+    if _in_one_read(problem):
+        sides = [rounded._replace(rhs=""), rounded._replace(lhs="")]
+    elif transforms and len(specs) > 1:
+        return "transforms one direction at a time, but columns of bfloat16 to MXFP4"
+    reason = next(filter(None, map(plain.accepts, sides)), None)
+    if reason is None and stochastic and words_of(specs[0])[0] != "e2m1":
+        reason = f"rounds MXFP4 stochastically, not {spec_of(specs[0]).format.name}"
+    return reason
 
 
 def _in_one_read(problem: Problem) -> bool:
@@ -148,6 +153,16 @@ def _in_one_read(problem: Problem) -> bool:
         return False
     rows, columns = (spec_of(spec).format for spec in (problem.lhs, problem.rhs))
     return rows.transform is None and rows.name == columns.untransformed.name == "mxfp4"
+
+
+def sums_too(dtype: torch.dtype, row: str, col: str) -> bool:
+    """Whether the launch that makes these of a matrix sums its columns as well: sums are those of
+    values that are not transformed."""
+    formats = [spec_of(spec).format for spec in (row, col) if spec]
+    if all(fmt.transform is None for fmt in formats):
+        return True
+    fp4 = all(fmt.untransformed.name in FP4 for fmt in formats)
+    return fp4 and dtype == torch.bfloat16 and row == _untransformed(row)
 
 
 def _untransformed(spec: str) -> str:

@@ -3,9 +3,11 @@ would fall back warns, which fails a test."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from as_on_hopper import hopper, hopper_with_groups
+from as_on_hopper import hide_splits, hopper, hopper_with_groups
 
 import te_mx
 from te_mx import _ops as ops
@@ -139,3 +141,35 @@ def test_gradients_in_4_bits_run_on_the_kernels(threads):
         layer = te_mx.Linear(K, N).bfloat16()
         step(layer, x, MXFP4BlockScaling(g=FP4))
         assert te_mx.audit(layer)["(root)"][2:5] == ("sm90_adaptive",) * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "launches"),  # of the quantizer: in bfloat16, in fp32
+    [
+        ({}, (2, 4)),
+        ({"hadamard": 0}, (2, 2)),
+        ({"stochastic_rounding": False, "hadamard": 16}, (2, 4)),
+        ({"x_wgrad": E4M3, "w_dgrad": E4M3}, (3, 4)),  # x: in a format of its own each direction
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_random_gradients_of_groups(dtype, fields, launches, threads, monkeypatch):
+    """All groups in a launch, or one for each direction, wherever the splits are known."""
+    threads(1)
+    x, recipe = torch.randn(sum(SPLITS), K, dtype=dtype), MXFP4BlockScaling(g=FP4, **fields)
+    made = []
+    with hopper_with_groups() as calls, warnings.catch_warnings():
+        warnings.simplefilter("error", te_mx.FallbackWarning)
+        layer = te_mx.GroupedLinear(3, K, N, dtype=dtype)
+        for known in (True, False):
+            if not known:
+                hide_splits(monkeypatch)
+            calls.clear()
+            torch.manual_seed(5)
+            made.append(step(layer, x, recipe, torch.tensor(SPLITS)))
+            assert calls.count("quantize_grouped") == launches[dtype == torch.float32]
+            assert [name for name in calls if name.startswith("gemm")] == [
+                "gemm_rows", "gemm_rows", "gemm_k"
+            ]  # fmt: skip
+    assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
