@@ -6,15 +6,21 @@
     python examples/train_llama.py --device cuda --config 8b-layers --layers 8 --compile
     python examples/train_llama.py --config path/to/config.json
     python examples/train_llama.py --resume                 # go on after Ctrl-C
+    python examples/train_llama.py --device cuda --steps 1000 --seeds 4 --recipes all,cures
     torchrun --nproc-per-node 2 examples/train_llama.py --device cuda --parallel fsdp    # or tp
 
 The model has random weights in the shape that --config names, or those of a folder; nothing is
 downloaded. Its tokens are bytes. Both runs start from the same weights and see the same data in the
 same order, each in a process of its own. Parameters are bf16, or fp32 under torch.autocast with
 --fp32-params. --out gets loss.png, run.json and the checkpoints.
+
+With --recipes it is a study of losses: every recipe over all seeds, on all GPUs side by side, and a
+table of means, standard deviations and differences from bf16 (study.json). What was cut short goes
+on with the same command.
 """
 
 import argparse
+import functools
 import sys
 
 from gpt import stopping
@@ -27,7 +33,7 @@ from dataclasses import replace
 import torch
 from gpt import precision, script
 from gpt.options import Help
-from llama import models, parallel, train
+from llama import models, parallel, recipes, study, train
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,7 +68,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--gather-codes", action=argparse.BooleanOptionalAction, default=d.gather_codes,
         help="under FSDP2 in MXFP8 the ranks send codes, 1.03 bytes a parameter",
     )  # fmt: skip
-    script.add_options(p, d, "runs/llama")
+    p.add_argument(
+        "--recipes", type=chosen_recipes, metavar="LIST",
+        help=f"compare these with bf16, over --seeds: all ({', '.join(recipes.NAMED)}), cures "
+        f"({', '.join(recipes.CURES)}), or names, with commas between",
+    )  # fmt: skip
+    p.add_argument(
+        "--time-limit", type=float, metavar="MINUTES",
+        help="of --recipes: stop in time, with checkpoints; the same command goes on",
+    )  # fmt: skip
+    p.add_argument(
+        "--gpus", type=int, metavar="N", help="of --recipes: side by side; all that torch finds"
+    )
+    script.add_options(p, d, "runs/llama", recipes.ALL)
     args = p.parse_args(argv)
     args.config = getattr(args, "config", "small" if args.device == "cpu" else "400m")
     args.dtype = getattr(args, "dtype", precision.usual_dtype(args.device))
@@ -76,9 +94,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             p.error(f"--{name} must be at least 1, got {value}")
     script.check_options(p, args)
+    if args.recipes is None and (args.time_limit, args.gpus) != (None, None):
+        p.error("--time-limit and --gpus go with --recipes")
+    if args.time_limit is not None and not args.time_limit > 0:
+        p.error(f"--time-limit must be above 0, got {args.time_limit}")
+    found = torch.cuda.device_count() if args.device == "cuda" else 1
+    if args.gpus is not None and not 1 <= args.gpus <= found:
+        p.error(f"--gpus must be 1 to {found}, got {args.gpus}")
+    args.gpus = args.gpus or found
+    if args.recipes and (args.parallel or args.only):
+        p.error("--recipes goes without --parallel and --only")
     if bool(args.parallel) != parallel.launched():
         p.error("--parallel and torchrun go together: torchrun --nproc-per-node 2 " + __file__)
     return args
+
+
+def chosen_recipes(words: str) -> list[str]:
+    try:
+        return recipes.chosen(words)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def preset_of(args: argparse.Namespace) -> train.Preset:
@@ -112,12 +147,26 @@ def command(argv: list[str], mode: str) -> list[str]:
     return [sys.executable, __file__, *argv, "--only", mode, "--child"]
 
 
+def compare(args: argparse.Namespace) -> int:
+    """The study of --recipes."""
+    if (problem := script.missing(args) or lacks(args)) is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return script.WRONG_USE
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    script.deterministic(args)
+    of_mode = functools.partial(settings, args)
+    return study.main(of_mode, args.recipes, args.seeds, args.out, args.gpus, args.time_limit)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     parts = script.Script(
         settings, lambda mode: command(argv, mode), trainer=train.LlamaTrainer, lacks=lacks
     )
+    if args.recipes:
+        return compare(args)
     if not args.parallel:
         return script.main(parts, args)
     args.device = parallel.start(args.device)

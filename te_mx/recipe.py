@@ -6,6 +6,7 @@ modules read only its ``settings``, a plain tuple that ``torch.compile`` can gua
 """
 
 from te_mx.recipes.block_scaling import BlockScaling
+from te_mx.recipes.custom import CustomRecipe, Quantizer, QuantizerRole, overrides
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling, MMParams
 from te_mx.recipes.mxfp4 import MXFP4BlockScaling
 from te_mx.recipes.mxfp8 import Format, FormatRange, MXFP8BlockScaling
@@ -14,7 +15,8 @@ from te_mx.recipes.settings import Settings
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_precision
 
 __all__ = [
-    "MAX_SPREAD", "NAMED", "BlockScaling", "DeepSeekV3", "Float8BlockScaling", "Format",
-    "FormatRange", "MMParams", "MXFP4BlockScaling", "MXFP8BlockScaling", "Recipe", "Settings",
-    "check_precision", "get_default_recipe", "is_mxfp8_available", "resolve_recipe",
+    "MAX_SPREAD", "NAMED", "BlockScaling", "CustomRecipe", "DeepSeekV3", "Float8BlockScaling",
+    "Format", "FormatRange", "MMParams", "MXFP4BlockScaling", "MXFP8BlockScaling", "Quantizer",
+    "QuantizerRole", "Recipe", "Settings", "check_precision", "get_default_recipe",
+    "is_mxfp8_available", "overrides", "resolve_recipe",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,11 +44,11 @@ def kernels(model: nn.Module) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def forward_precision(device: str, dtype: str, recipe_name: str | None) -> Iterator[None]:
+def forward_precision(device: str, dtype: str, recipe: Any) -> Iterator[None]:
     """fp32 parameters, `dtype` activations by torch.autocast; with a recipe, MXFP8 linears."""
     with contextlib.ExitStack() as stack:
         if dtype != "fp32":
             stack.enter_context(torch.autocast(device.split(":")[0], DTYPES[dtype]))
-        if recipe_name is not None:
-            stack.enter_context(te_mx.autocast(recipe=recipe_name))
+        if recipe is not None:
+            stack.enter_context(te_mx.autocast(recipe=recipe))
         yield

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -41,7 +41,10 @@ class Script:
     agree: Callable[[bool], bool] = lambda stop: stop
 
 
-def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None:
+def add_options(
+    p: argparse.ArgumentParser, d: train.Settings, out: str,
+    recipes: Collection[str] = te_mx.recipe.NAMED,
+) -> None:  # fmt: skip
     """The options of every script; of those without a default here each script has its own."""
     p.add_argument("--batch", type=int, default=argparse.SUPPRESS, help="sequences a step")
     p.add_argument("--lr", type=float, default=argparse.SUPPRESS, help="highest learning rate")
@@ -51,9 +54,7 @@ def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None
         help="activations (default: bf16; fp32 on a CPU without bf16 instructions, where torch's "
         "bf16 takes a minute a step)",
     )  # fmt: skip
-    p.add_argument(
-        "--recipe", choices=te_mx.recipe.NAMED, default=d.recipe, help="of the MXFP8 run"
-    )
+    p.add_argument("--recipe", choices=recipes, default=d.recipe, help="of the MXFP8 run")
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on; the mean"
@@ -211,6 +212,12 @@ def train_in_children(script: Script, modes: list[str]) -> tuple[int, list[str]]
     return 0, done
 
 
+def deterministic(args: argparse.Namespace) -> None:
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True)
+
+
 def show(args: argparse.Namespace, modes: list[str]) -> None:
     runs = {mode: json.loads((args.out / f"{mode}.json").read_text()) for mode in modes}
     if runs:
@@ -225,9 +232,7 @@ def main(script: Script, args: argparse.Namespace) -> int:
         return WRONG_USE
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-        torch.use_deterministic_algorithms(True)
+    deterministic(args)
     if args.only or script.together:
         done, code = [], 0
         for mode in [args.only] if args.only else [args.dtype, "mxfp8"]:

@@ -48,6 +48,7 @@ PRESETS = {
 }
 WARMUP_SHARE, FINAL_LR_SHARE, MAX_NORM = 0.1, 0.1, 1.0
 BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} left{postfix}]"
+WHEN_STOPPED = -1  # of save_every
 SLOW_FIRST_STEPS = 3  # left out of tokens/s: allocation and kernel set-up
 
 
@@ -271,7 +272,7 @@ def run(
     """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
 
     A checkpoint is written every `save_every` steps and at the end, also at an early one; never
-    when `save_every` is 0.
+    when `save_every` is 0, and at an early end alone when it is WHEN_STOPPED.
     """
     trainer = make(settings, text or data.load_stdlib())
     if resume and checkpoint.exists():
@@ -299,11 +300,11 @@ def run(
             if every and trainer.done % every == 0 and not last:
                 trainer.val.append((trainer.done, trainer.evaluate(settings.eval_batches)))
             stopped = should_stop(trainer.done)
-            if save_every and trainer.done % save_every == 0 and not last:
+            if save_every > 0 and trainer.done % save_every == 0 and not last:
                 trainer.save(checkpoint)
     finished = trainer.done == settings.steps
     final = trainer.evaluate(settings.final_eval_batches if finished else settings.eval_batches)
-    if save_every:
+    if save_every > 0 or (save_every == WHEN_STOPPED and not finished):
         trainer.save(checkpoint)
     return {
         "settings": asdict(settings),

@@ -8,7 +8,7 @@ from gpt import precision, train
 from torch import Tensor, nn
 
 import te_mx
-from llama import models
+from llama import models, recipes
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class LlamaTrainer(train.Trainer):
                 attention=s.attention,
                 weights=s.preset if models.has_weights(s.preset) else None,
             )
+        self.plan = recipes.plan_of(s.recipe, len(model.model.layers))
         if s.mode == "mxfp8":
             te_mx.convert_model(model, fuse=s.fuse, filter_fn=models.stays)
         torch.compiler.reset()  # of another seed's model
@@ -89,7 +90,8 @@ class LlamaTrainer(train.Trainer):
         """[batch, context] to [batch, context, vocabulary]."""
         s = self.settings
         dtype = s.dtype if s.fp32_params else "fp32"  # bf16 parameters need no torch.autocast
-        with precision.forward_precision(s.device, dtype, s.recipe if s.mode == "mxfp8" else None):
+        recipe = self.plan.now(self.done, s.steps) if s.mode == "mxfp8" else None
+        with precision.forward_precision(s.device, dtype, recipe):
             return self.forward(input_ids=tokens, use_cache=False).logits
 
     def kernels(self) -> dict[str, int]:

@@ -96,22 +96,24 @@ def convert_model(
             with the modules when they are copied, pickled or moved, and is in no state_dict. A
             later call with another recipe binds that one instead, one with None, the default,
             leaves what is bound; `revert_model` removes it. Not for between a forward and its
-            backward: what is recomputed there would run with the new one.
+            backward: what is recomputed there would run with the new one. Of a
+            `te_mx.recipe.CustomRecipe`, or `te_mx.recipe.overrides` by names, each layer gets its
+            own, and one that it leaves in high precision stays what it is; the report says so.
 
     Returns:
         A `ConversionReport`; print it.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type or value. Whatever is raised, also by
+        TypeError, ValueError: an argument has the wrong type or value, or a pattern of overrides
+            matches no layer. Whatever is raised, also by
             `filter_fn`: the model is unchanged then.
         NotImplementedError: `recipe` is one that te_mx does not have.
     """
     _check(model, filter_fn, dry_run=dry_run, fuse=fuse)
     tokens = check_size("tokens", tokens, 1)
     resolved = None if recipe is None else copy.copy(resolve_recipe(recipe))
-    settings = resolve_recipe(recipe).settings
     # First decide about everything, which may raise; then change.
-    wanted = Wanted(filter_fn, tokens, settings, fuse, resolved is not None, dry_run)
+    wanted = Wanted(filter_fn, tokens, resolve_recipe(recipe), fuse, resolved is not None, dry_run)
     decisions = decide(model, wanted)
     if dry_run:
         return ConversionReport(model, decisions.rows, decisions.layers(), resolved)
@@ -143,8 +145,11 @@ def _change(model: nn.Module, decisions: Decisions, recipe: Recipe | None) -> No
         watch(model, name, module)
     fuse_in_place(decisions.in_place)
     if recipe is not None:
-        present = [binding.module for binding in decisions.present]
-        bind([*made, *(module for module, _ in converted), *present], recipe)
+        fused = [
+            (module, plan.linears) for module, plan in zip(made, decisions.sequences, strict=True)
+        ]
+        others = [*converted, *((one.module, one.name) for one in decisions.present)]
+        bind([*fused, *((module, module._names(name)) for module, name in others)], recipe)
 
 
 def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
@@ -172,8 +177,8 @@ def _why_nothing(report: ConversionReport) -> str:
 # What a converted layer keeps on its instance beyond what it had.
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
-    "keeps_given_input", "delay_wgrad_compute", "_converted", "_bound", "_seen", "_ran",
-    "_source", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
+    "keeps_given_input", "delay_wgrad_compute", "_converted", "_bound", "_bound_plain", "_seen",
+    "_ran", "_source", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")

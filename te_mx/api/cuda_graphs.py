@@ -21,6 +21,7 @@ from torch.utils.hooks import unserializable_hook
 from te_mx.context.region import active_region, autocast
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
+from te_mx.recipes.settings import ByName
 from te_mx.runtime.arguments import check_flag, check_size, shown
 
 _NAME = "make_graphed_callables"
@@ -259,6 +260,8 @@ def _settings_now(modules: list[MXModule]) -> tuple[Any, ...]:
     region = active_region()
     if region is None or region.outside:
         return tuple(module._bound for module in modules) or (_OUTSIDE,)
+    if isinstance(region.settings, ByName):
+        return tuple(module._settings() for module in modules) or (region.settings,)
     return tuple(region.settings for _ in modules) or (region.settings,)
 
 

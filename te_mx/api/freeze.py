@@ -11,6 +11,7 @@ from torch import nn
 from te_mx.context.region import current_recipe
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
+from te_mx.recipes.settings import Mixed
 from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.weights.formats import WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.weights.missing import take_back
@@ -80,6 +81,7 @@ def freeze_weights(
             fewer than 8 bits by way of MXFP8.
         recipe: its format and its scale rule quantize the weights; None means the active recipe,
             where none is that which `te_mx.convert_model` bound to the module, or the default one.
+            A module that a te_mx.recipe.CustomRecipe leaves in high precision is not frozen.
         fmt: the format of the weights in place of the recipe's, a name of te_mx.formats.names()
             such as "mxfp4". It stays when a region with another one runs the module. Codes without
             masters of a format that does not know the recipe's scale rule (fp32 scales beside
@@ -112,8 +114,7 @@ def freeze_weights(
     check_flag("drop_master", drop_master)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn must be a function or None, got {shown(filter_fn)}")
-    ambient = recipe if recipe is not None else current_recipe()
-    resolved = resolve_recipe(ambient).settings
+    ambient = current_recipe() if recipe is None else resolve_recipe(recipe)
     modules = _modules(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing of it is imported here
     if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
@@ -128,7 +129,14 @@ def freeze_weights(
     for name, module in wanted:
         if problem := module.why_not_frozen(drop_master):
             raise ValueError(f"{name}: {problem}")
-        settings = (module._bound if ambient is None else None) or resolved
+        settings = module._chosen(ambient, name)
+        if settings is None:
+            continue
+        if isinstance(settings, Mixed):
+            raise ValueError(
+                f"{name}: its weights have different recipes ({settings.formats}), and a module is "
+                "frozen with one; pass recipe=, or leave it out by filter_fn"
+            )
         how.append((module, *_formats(name, module, settings, (fmt, activations), drop_master)))
     done = []
     try:

@@ -97,12 +97,24 @@ class Rows(NamedTuple):
 
 
 def settings_of(recipe: Any, forward: bool) -> Settings:
-    """The settings of a recipe argument; `forward`: of a call that a backward pass may repeat."""
+    """The settings of a recipe argument; `forward`: of a call that a backward pass may repeat.
+
+    Raises ValueError where a CustomRecipe leaves what has no name in high precision.
+    """
     if recipe is not None:
-        return resolve_recipe(recipe).settings
-    # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
-    active = region.current_settings(certain=forward and torch.is_grad_enabled())
-    return active or DEFAULT_SETTINGS
+        active: Any = resolve_recipe(recipe).chosen
+    else:
+        # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
+        active = region.current_settings(certain=forward and torch.is_grad_enabled())
+    if active is None:
+        return DEFAULT_SETTINGS
+    made = region.resolved(active, ("",), "grouped_linear")
+    if not isinstance(made, Settings):
+        raise ValueError(
+            "the CustomRecipe in force returns None for grouped_linear of no name, and functions "
+            "of groups have no high precision: pass recipe=, or have it return a format for name ''"
+        )
+    return made
 
 
 def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:

@@ -1,8 +1,8 @@
 """Transformer Engine's recipes by its names: ``from te_mx.common.recipe import Format, ..``.
 
-`MXFP8BlockScaling` and `Float8BlockScaling` are te_mx's own and mean the same. `DelayedScaling` and
-`Float8CurrentScaling`, FP8 with one scale a tensor, are mapped to MXFP8, which has a scale for 32
-elements and needs no history, with a `RecipeWarning`. The others cannot be made.
+`MXFP8BlockScaling`, `Float8BlockScaling` and `CustomRecipe` are te_mx's own and mean the same.
+`DelayedScaling` and `Float8CurrentScaling`, FP8 with one scale a tensor, are mapped to MXFP8, which
+has a scale for 32 elements and needs no history, with a `RecipeWarning`. The others cannot be made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, Recipe
+from te_mx.recipe import (
+    CustomRecipe,
+    Float8BlockScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from te_mx.recipes.float8_block import QParams
 from te_mx.recipes.values import check_attention
 from te_mx.runtime.arguments import check_flag, check_size, is_one_of, shown
@@ -155,15 +162,4 @@ class NVFP4BlockScaling:
         raise NotImplementedError(
             "the recipe NVFP4BlockScaling is not supported: te_mx has no format with blocks of 16; "
             "te_mx.recipe.BlockScaling(x='mxfp4', w='mxfp4', g='mxfp8_e4m3') is the nearest"
-        )
-
-
-class CustomRecipe:
-    """Quantizers made by the user, which te_mx does not run: making one raises
-    NotImplementedError."""
-
-    def __init__(self, *_args: Any, **_fields: Any) -> None:
-        raise NotImplementedError(
-            "the recipe CustomRecipe is not supported: te_mx takes formats by name, "
-            "te_mx.recipe.BlockScaling(x=.., w=.., g=..), and docs/adding.md adds one"
         )

@@ -36,6 +36,8 @@ import torch
 from torch import Tensor
 
 from te_mx.recipe import Recipe, Settings, resolve_recipe
+from te_mx.recipes.custom import settings_of, words_of
+from te_mx.recipes.settings import ByName, Mixed, read
 from te_mx.runtime.arguments import shown
 from te_mx.torch_internals import bind_recomputed
 from te_mx.torch_internals import pass_id as backward_pass_id
@@ -56,7 +58,7 @@ class Region:
 
     def __init__(
         self,
-        settings: Settings | None,
+        settings: Settings | ByName | None,
         recipe: Recipe | None,
         parent: Region | None,
         outside: bool = False,
@@ -79,7 +81,7 @@ class _Traced:
     every one."""
 
     def __init__(self) -> None:
-        self.top: tuple[Settings | None, Any] | None = None
+        self.top: tuple[Settings | ByName | None, Any] | None = None
 
 
 def active_region() -> Region | None:
@@ -104,10 +106,15 @@ def __getattr__(name: str) -> Any:
         if region is None:
             return _UNKNOWN if _started and backward_pass_id() != -1 else None
         return region.settings or (None if region.outside else _OFF)
+    if name == "_words_traced":  # made when Dynamo reads it
+        globals()[name] = torch.compiler.assume_constant_result(words_of)
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def current_settings(certain: bool = True, bound: Settings | None = None) -> Settings | None:
+def current_settings(
+    certain: bool = True, bound: Settings | Mixed | None = None
+) -> Settings | Mixed | ByName | None:
     """Settings of the innermost region, `bound` outside of every one; None when MXFP8 is off.
     Traceable by Dynamo.
 
@@ -125,6 +132,20 @@ def current_settings(certain: bool = True, bound: Settings | None = None) -> Set
     if certain and settings == _UNKNOWN:
         raise RuntimeError(f"te_mx: {RECOMPUTED}")
     return None
+
+
+def resolved(
+    settings: Settings | Mixed | ByName | None, names: tuple[str, ...], kind: str
+) -> Settings | Mixed | None:
+    """What a module of this kind ("linear", "grouped_linear"), whose weights have these names, runs
+    with. Traceable by Dynamo."""
+    if not isinstance(settings, ByName):
+        return settings
+    if not is_tracing():
+        return settings_of(settings, names, kind)
+    words: str = _this._words_traced(settings.key, names, kind)
+    each = tuple([read(one) if one else None for one in words.split("\n")])
+    return each[0] if len(each) == 1 else Mixed(each)
 
 
 RECOMPUTED = (
@@ -252,7 +273,7 @@ class autocast:
         resolved = resolve_recipe(recipe) if enabled else None
         # A change of the recipe counts in regions that are made after it.
         self._recipe = resolved if resolved is None or is_tracing() else resolved.__copy__()
-        self._settings = None if resolved is None else resolved.settings
+        self._settings = None if resolved is None else resolved.chosen
         self._open: list[Region] = []  # entered through this object and not left
 
     def __enter__(self) -> autocast:

@@ -3,7 +3,7 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from te_mx.context import region
 from te_mx.conversion.layers import (
+    asked_about,
     fusion_row,
     layers_of,
     protected_in,
@@ -39,8 +40,11 @@ from te_mx.fusion.in_place import NOTHING, InPlace, plan_in_place
 from te_mx.fusion.sequences import Plan, plan_fusions
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Recipe, Settings
+from te_mx.recipes.custom import ByPattern, settings_of
+from te_mx.recipes.settings import Mixed
 from te_mx.weights.weight_readers import weights_read
 
+PLAIN = "high precision, as the recipe says"
 LEAST_GAIN = 1.05  # of filter_fn="auto": the error of the predictions is about as large
 
 
@@ -52,12 +56,11 @@ class Binding(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a call of convert_model asks for. `settings`: those of the recipe, which is bound where
-    `binds` says so."""
+    """What a call of convert_model asks for. `recipe` is bound where `binds` says so."""
 
     filter_fn: Callable[[nn.Module, str], bool] | str | None
     tokens: int
-    settings: Settings
+    recipe: Recipe
     fuse: bool
     binds: bool
     dry_run: bool
@@ -73,11 +76,33 @@ class Wanted(NamedTuple):
             return True
         if callable(self.filter_fn):
             return not self.filter_fn(module, name)
-        return self.filter_fn == "auto" and type(module) is nn.Linear and self.auto(module)[0]
+        auto = self.filter_fn == "auto" and type(module) is nn.Linear
+        return auto and self.auto(module, name)[0]  # type: ignore[arg-type]
 
-    def auto(self, layer: nn.Linear) -> tuple[bool, str]:
+    def auto(self, layer: nn.Linear, name: str) -> tuple[bool, str]:
         """Whether "auto" excludes a layer, and what the report says of it."""
-        return too_small(layer, self.tokens, self.settings)
+        settings = self.settings((name,), "linear")
+        return too_small(layer, self.tokens, settings)  # type: ignore[arg-type]
+
+    def settings(self, names: tuple[str, ...], kind: str) -> Settings | Mixed | None:
+        """Those of a module whose weights have these names."""
+        return settings_of(self.recipe.chosen, names, kind)
+
+    def unlike(self, names: Sequence[str]) -> str:
+        """Why linear layers of these names do not run with one recipe, or an empty string."""
+        each = {self.settings((name,), "linear") for name in names} if self.recipe.custom() else ()
+        return "its layers run with different recipes" if len(each) > 1 else ""
+
+    def said(self, names: tuple[str, ...], kind: str) -> str:
+        """What the report says of the formats of a module, where the recipe decides by name."""
+        if not self.recipe.custom():
+            return ""
+        settings = self.settings(names, kind)
+        how = PLAIN if settings is None else settings.formats
+        function = self.recipe.qfactory  # type: ignore[attr-defined]
+        patterns = [function.pattern(n) for n in names] if isinstance(function, ByPattern) else []
+        by = [repr(pattern) for pattern in dict.fromkeys(patterns) if pattern is not None]
+        return f"{how} by {', '.join(by)}" if by else how
 
 
 class Chosen(NamedTuple):
@@ -107,20 +132,22 @@ class Decisions(NamedTuple):
 
 def decide(model: nn.Module, wanted: Wanted) -> Decisions:
     """Decide, which may raise, for one in `filter_fn`, and changes nothing."""
-    wanted = wanted._replace(protected=protected_in(model))
+    wanted = wanted._replace(protected={**_plain_in(model, wanted), **protected_in(model)})
     rows: list[LayerReport] = []
     sequences: list[Plan] = []
     in_place = NOTHING
     if wanted.fuse:
-        fusions, sequences = plan_fusions(model, wanted.why_not, wanted.keeps)
+        fusions, sequences = plan_fusions(model, wanted.why_not, wanted.keeps, wanted.unlike)
         taken = {layer for plan in sequences for layer in plan.layers}
-        others, in_place = plan_in_place(model, wanted.why_not, wanted.keeps, taken)
+        others, in_place = plan_in_place(model, wanted.why_not, wanted.keeps, wanted.unlike, taken)
         done = WOULD_FUSE if wanted.dry_run else FUSED
         rows = [fusion_row(fusion, done) for fusion in [*fusions, *others]]
     present = bindings(model, wanted.keeps) if wanted.binds else []
     for name, module in present:
         status = WOULD_BIND if wanted.dry_run else BOUND
         note = f"already a te_mx.{type(module).__name__}"
+        if said := wanted.said(module._names(name), module._module_type):
+            note += f"; {said}"
         rows.append(LayerReport(name or "(root)", status, shape_of(module), note))
     decided = {id(layer) for plan in sequences for layer in plan.layers}
     decided |= {id(binding.module) for binding in present}
@@ -143,18 +170,45 @@ def _decide(
     reason = seam.why_not(module) if seam is not None else wanted.why_not(module)
     reason = reason or wanted.protected.get(id(module), "")
     asked = wanted.filter_fn == "auto" and seam is None and not reason
-    said = wanted.auto(module)[1] if asked else ""
+    said = wanted.auto(module, names[0])[1] if asked else ""
     if not reason and any(wanted.keeps(module, name) for name in names):
         reason = said or "excluded by filter_fn"
     if reason:
         return None, row(module, names, SKIPPED, reason)
-    note = "; ".join(part for part in (said, read.get(id(module), "")) if part)
+    how = wanted.said(*asked_about(module, names[0])) if wanted.binds else ""
+    note = "; ".join(part for part in (how, said, read.get(id(module), "")) if part)
     gate: Activation | str = ""
     if wanted.fuse and seam is not None and seam.gate is not None:
         gate = seam.gate(module)
-        note = f"gate not fused: {gate}" if isinstance(gate, str) else f"gate fused: {gate.name}"
+        done = f"gate not fused: {gate}" if isinstance(gate, str) else f"gate fused: {gate.name}"
+        note = f"{how}; {done}" if how else done
     made = row(module, names, WOULD_CONVERT if wanted.dry_run else CONVERTED, note)
     return Chosen(module, names[0], None if isinstance(gate, str) else gate), made
+
+
+def _plain_in(model: nn.Module, wanted: Wanted) -> dict[int, str]:
+    """The layers that a recipe which is to be bound leaves in high precision, by id: they stay what
+    they are.
+
+    Raises:
+        ValueError: a pattern of overrides matches no layer.
+    """
+    if not (wanted.binds and wanted.recipe.custom()):
+        return {}
+    found: dict[int, str] = {}
+    known: list[str] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, MXModule):
+            known += module._names(name)
+    for module, names in layers_of(model):
+        asked, kind = asked_about(module, names[0])
+        known += asked
+        if not isinstance(module, MXModule) and wanted.settings(asked, kind) is None:
+            found[id(module)] = wanted.said(asked, kind)
+    function = wanted.recipe.qfactory  # type: ignore[attr-defined]
+    if isinstance(function, ByPattern):
+        function.check_used(dict.fromkeys(known))
+    return found
 
 
 def _read_by_others(model: nn.Module) -> dict[int, str]:
@@ -209,11 +263,14 @@ def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[
     return [binding for key, binding in found.items() if key not in excluded]
 
 
-def bind(modules: list[Any], recipe: Recipe) -> None:
-    """Have the modules run with a recipe, whatever was bound to them before."""
+def bind(modules: Iterable[tuple[Any, tuple[str, ...]]], recipe: Recipe) -> None:
+    """Have modules, whose weights have these names, run with a recipe, whatever was bound to them
+    before."""
     region.install()  # what runs again did not run in a region, but must know that it did not
-    for module in modules:
-        module.__dict__["_bound"] = recipe.settings
+    for module, names in modules:
+        settings = settings_of(recipe.chosen, names, module._module_type)
+        module.__dict__["_bound"] = settings
+        module.__dict__["_bound_plain"] = settings is None
 
 
 def unbind(model: nn.Module) -> None:
@@ -221,3 +278,4 @@ def unbind(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MXModule):
             module.__dict__.pop("_bound", None)
+            module.__dict__.pop("_bound_plain", None)

@@ -3,6 +3,7 @@ the report."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from te_mx.conversion.report import SKIPPED, LayerReport
 from te_mx.fusion.sequences import Fusion
 from te_mx.integrations import conv1d, torchtitan, transformers_experts
 from te_mx.integrations.seam import Seam
+from te_mx.nn.base import MXModule, names_of
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.weights.ranks import is_spread
@@ -38,6 +40,22 @@ def layers_of(model: nn.Module) -> list[tuple[Any, list[str]]]:
         if isinstance(module, nn.Linear) or seam_of(module) is not None:
             found.setdefault(id(module), (module, []))[1].append(name)
     return list(found.values())
+
+
+def asked_about(module: Any, name: str) -> tuple[tuple[str, ...], str]:
+    """The names of the weights of a layer, and its module type, that a recipe is asked about: those
+    of the te_mx module that it is or will be."""
+    if isinstance(module, MXModule):
+        return module._names(name), module._module_type
+    seam = seam_of(module)
+    if seam is None:
+        return (name,), "linear"
+    keys = inspect.getattr_static(seam.mixin, "_weight_keys")
+    if isinstance(keys, property):
+        assert keys.fget is not None
+        keys = keys.fget(module)
+    kind: str = seam.mixin._module_type
+    return names_of(name, keys), kind
 
 
 def why_not_linear(module: Any) -> str:

@@ -24,7 +24,7 @@ from te_mx.fusion.transposed_linear import TransposedLinear
 from te_mx.nn.base import MXModule
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.recipe import resolve_recipe
-from te_mx.recipes.settings import Settings
+from te_mx.recipes.settings import Mixed, Settings
 from te_mx.runtime.arguments import check_module
 from te_mx.torch_internals import (
     fsdp_params,
@@ -65,9 +65,11 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
         RuntimeError: a forward has run already.
     """
     check_module(model)
-    settings = None if recipe is None else resolve_recipe(recipe).settings
-    default = resolve_recipe(None).settings
-    found = list(_weights(model))
+    given = None if recipe is None else resolve_recipe(recipe)
+    found = [
+        (*one, settings) for one in _weights(model)
+        if (settings := _settings_of(one[0], given)) is not None
+    ]  # fmt: skip
     if wrapper_of is None:
         raise NotImplementedError(
             f"quantized_all_gather: this PyTorch ({torch.__version__}) makes no tensors without "
@@ -78,8 +80,7 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
             f"no te_mx module in {type(model).__name__} has weights that fully_shard sharded; call "
             "te_mx.convert_model and fully_shard first"
         )
-    for module, key, param in found:
-        chosen = settings or module._bound or default
+    for module, key, param, chosen in found:
         if problem := _why_not(module, param, chosen):
             raise ValueError(f"{module._label()}: {key} {problem}")
         if gathered_parameter(param) is not None and key not in (module._gathers or {}):
@@ -88,13 +89,27 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
                 "call te_mx.distributed.quantized_all_gather before the first forward"
             )
     together = Model()
-    for module, key, _ in found:
-        chosen = settings or module._bound or default
+    for module, key, _, chosen in found:
         module.__dict__["_gathers"] = {**(module._gathers or {}), key: chosen}
         module.__dict__["_gathered_with"] = together
     for module in {id(module): module for module, *_ in found}.values():
         attach(module)
     return len(found)
+
+
+def _settings_of(module: Any, recipe: Any) -> Settings | None:
+    """Those that the weights of a module are gathered for; None: in high precision.
+
+    Raises:
+        ValueError: its weights have different ones.
+    """
+    chosen = module._chosen(recipe, "")
+    if isinstance(chosen, Mixed):
+        raise ValueError(
+            f"{module._label()}: its weights have different recipes ({chosen.formats}), and those "
+            "of a module are gathered for one; pass recipe="
+        )
+    return chosen
 
 
 def attach(module: Any) -> None:

@@ -19,7 +19,7 @@ from te_mx.weights.source import Gathered, WeightSource
 def run(module: Any, inp: Any, *args: Any) -> Any:
     """The forward of a module with gathered codes as weights."""
     held = module._parameters
-    source = gathered(module, held, module._settings(), module._source)
+    source = gathered(module, held, module._one_settings(), module._source)
     layer = local_layer(module, held, _source=source)
     return call(module, layer, inp, *args)
 

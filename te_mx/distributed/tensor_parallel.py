@@ -65,7 +65,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         "with te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()",
     )
     held = {name: p for name, p in module._parameters.items() if p is not None}
-    settings = module._settings()
+    settings = module._one_settings()
     plan = plan_of(module, held, settings, inp)
     mesh, way = plan.mesh, plan.way
     if EXPERTS in way.kinds:

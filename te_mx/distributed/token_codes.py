@@ -58,7 +58,7 @@ def gathers_codes(module: Any, inp: Tensor) -> bool:
     """Whether this call on tokens of one rank gathers codes."""
     if not module._gathers_inputs or inp.dim() < 2 or node.active():
         return False
-    settings = module._settings()
+    settings = module._one_settings()
     quantizes = module._source.quantizes_inputs
     return settings is not None and quantizes and sequence_parallel.takes(settings)
 

@@ -8,7 +8,7 @@ into the last layer must be an activation that te_mx has, of what the first ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,12 @@ class Block(NamedTuple):
 
 
 def plan_blocks(
-    model: nn.Module, converts: Collection[nn.Module], why_not: Callable[[nn.Linear], str]
-) -> tuple[list[Fusion], list[Block]]:
+    model: nn.Module, converts: Collection[nn.Module], why_not: Callable[[nn.Linear], str],
+    unlike: Callable[[Sequence[str]], str],
+) -> tuple[list[Fusion], list[Block]]:  # fmt: skip
     """The report and what `fuse_blocks` is to do. converts: the layers that are te_mx.Linear
-    afterwards. `why_not` says why another one is not, if not because the user excluded it."""
+    afterwards. `why_not` says why another one is not, if not because the user excluded it,
+    `unlike` why layers of these names do not run with one recipe."""
     found: list[Fusion] = []
     blocks: list[Block] = []
     for prefix, module in model.named_modules():
@@ -67,6 +69,7 @@ def plan_blocks(
                 reason = f"{name}: {left}" if left else f"{name} is excluded by filter_fn"
             elif hooked(linear):
                 reason = f"{name} has hooks or a forward of its own"
+        reason = reason or unlike([f"{prefix}.{name}" if prefix else name for name in names])
         if plan is None or reason:
             kinds = f"{type(module).__name__}: {' + '.join(names)}"
             found.append(Fusion(prefix or "(root)", "", kinds, reason))

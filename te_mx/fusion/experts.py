@@ -18,7 +18,7 @@ from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.formats import Format
 from te_mx.fusion.class_swap import LayerInPlace
-from te_mx.recipes.settings import Settings
+from te_mx.recipes.settings import Mixed, Settings
 from te_mx.weights import missing
 from te_mx.weights.grouped import OfGroups
 from te_mx.weights.ranks import (
@@ -83,6 +83,23 @@ class ExpertsModule(OfGroups, LayerInPlace):
     def _is_plain(self, settings: Settings | None) -> bool:
         """Whether a forward is that of the class."""
         return settings is None and self._watched is None
+
+    def _settings_of_each(self) -> tuple[Settings | None, ...]:
+        """Those of the products, in the order of the keys.
+
+        Raises:
+            NotImplementedError: some are in high precision and others are not.
+        """
+        settings: Any = self._settings()
+        if not isinstance(settings, Mixed):
+            return (settings,) * len(self._weight_keys)
+        if None in settings.each:
+            raise NotImplementedError(
+                f"{self._label()}: some of its products are quantized and others are not "
+                f"({settings.formats}), which is not supported; give all or none of "
+                f"{', '.join(self._weight_keys)} a recipe"
+            )
+        return settings.each
 
     def _refuse_spread(self) -> None:
         """

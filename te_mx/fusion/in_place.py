@@ -3,7 +3,7 @@ normalizations and attentions get a class in place, and no name changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -48,6 +48,7 @@ def plan_in_place(
     model: nn.Module,
     why_not: Callable[[nn.Linear], str],
     keeps: Callable[[nn.Module, str], bool],
+    unlike: Callable[[Sequence[str]], str],
     taken: Collection[nn.Module],
 ) -> tuple[list[Fusion], InPlace]:
     """The report and what `fuse_in_place` is to do; arguments as of fuse.plan_fusions. taken:
@@ -59,7 +60,7 @@ def plan_in_place(
             other = other or (type(module) is not Linear and bool(why_not(module)))
             stays[module] = stays.get(module, False) or other
     converts = {module for module, other in stays.items() if not other}
-    found, blocks = plan_blocks(model, converts, why_not)
+    found, blocks = plan_blocks(model, converts, why_not, unlike)
     modules = {block.module for block in blocks}
     normalizations, norms = plan_norms(model, converts, modules)
     attentions, outputs = plan_outputs(model, converts)

@@ -8,7 +8,7 @@ the layers: optimizer state and tied weights stay, their names in the state_dict
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -40,16 +40,19 @@ class Plan(NamedTuple):
     names: list[str]
     layers: tuple[nn.Module, ...]
     fqn: str
+    linears: tuple[str, ...]  # the names in the model of its linear layers
 
 
 def plan_fusions(
     model: nn.Module,
     why_not: Callable[[nn.Linear], str],
     keeps: Callable[[nn.Module, str], bool],
+    unlike: Callable[[Sequence[str]], str],
 ) -> tuple[list[Fusion], list[Plan]]:
     """What can be fused; returns the report and what `fuse_all` is to do.
 
-    `why_not` says why a linear layer cannot be converted, `keeps` whether the user excluded it.
+    `why_not` says why a linear layer cannot be converted, `keeps` whether the user excluded it,
+    `unlike` why linear layers of these names do not run with one recipe.
     """
     found: list[Fusion] = []
     plans: list[Plan] = []
@@ -68,16 +71,21 @@ def plan_fusions(
                 continue
             fqn = ".".join(part for part in (prefix, names[at]) if part)
             reason = _why_not(layers, why_not, uses)
+            linears = []
             for offset, layer in enumerate(layers):
-                full = ".".join(part for part in (prefix, names[at + offset]) if part)
-                if not reason and isinstance(layer, nn.Linear) and keeps(layer, full):
-                    reason = "excluded by filter_fn"
+                if isinstance(layer, nn.Linear):
+                    full = ".".join(part for part in (prefix, names[at + offset]) if part)
+                    linears.append(full)
+                    if not reason and keeps(layer, full):
+                        reason = "excluded by filter_fn"
+            reason = reason or unlike(linears)
             kinds = " + ".join(type(layer).__name__ for layer in layers)
             found.append(Fusion(fqn, _shape(layers), kinds, reason))
             if reason:
                 at += 1
                 continue
-            plans.append(Plan(sequence, names[at : at + len(layers)], layers, fqn))
+            taken = names[at : at + len(layers)]
+            plans.append(Plan(sequence, taken, layers, fqn, tuple(linears)))
             at += len(layers)
     return found, plans
 

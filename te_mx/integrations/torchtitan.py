@@ -42,8 +42,8 @@ class TitanExperts(ExpertsModule):
         the last expert's are 0."""
         if args and isinstance(args[0], Proxy):
             return self._as_leaf(*args, **kwargs)
-        settings = self._settings()
-        if self._is_plain(settings):
+        each = self._settings_of_each()
+        if self._is_plain(each[0]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         experts = self._shape_of(self._weight_keys[0])[0]
         # Versions differ in the names of the two.
@@ -52,9 +52,9 @@ class TitanExperts(ExpertsModule):
             self._refuse_transforms(x_RD)
         offs = counts_E.cumsum(0, dtype=torch.int64)  # counts of torch.histc may be floats
         gate, up, down = self._weight_keys
-        h_RF = nn.functional.silu(self._product(x_RD, offs, gate, None, settings))
-        h_RF = h_RF * self._product(x_RD, offs, up, None, settings)
-        return self._product(h_RF, offs, down, None, settings).type_as(x_RD)
+        h_RF = nn.functional.silu(self._product(x_RD, offs, gate, None, each[0]))
+        h_RF = h_RF * self._product(x_RD, offs, up, None, each[1])
+        return self._product(h_RF, offs, down, None, each[2]).type_as(x_RD)
 
 
 def _checked(label: str, experts: int, *given: Any) -> tuple[Tensor, Tensor]:

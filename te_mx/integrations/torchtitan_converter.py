@@ -22,6 +22,7 @@ from torchtitan.protocols.module import Module
 
 import te_mx
 from te_mx.recipe import resolve_recipe
+from te_mx.recipes.custom import settings_of
 
 
 class MXLinear(te_mx.Linear, Module):
@@ -30,10 +31,12 @@ class MXLinear(te_mx.Linear, Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         recipe: Any = None
+        layer: str = ""  # its name in the model, which a te_mx.recipe.CustomRecipe is asked about
 
     def __init__(self, config: Config) -> None:
         te_mx.Linear.__init__(self, config.in_features, config.out_features, bias=config.bias)
-        self.__dict__["_bound"] = resolve_recipe(config.recipe).settings
+        chosen = resolve_recipe(config.recipe).chosen
+        self.__dict__["_bound"] = settings_of(chosen, (config.layer,), "linear")
 
 
 class MXConverter(QuantizationConverter):
@@ -56,19 +59,21 @@ class MXConverter(QuantizationConverter):
         Raises:
             ValueError: there is no Linear to replace.
         """
+        recipe = resolve_recipe(self.config.recipe).chosen
         chosen = [
             found for found in model_config.traverse(Linear.Config)
             if type(found[1]) is Linear.Config
             and not any(part in found[0].split(".") for part in self.config.skip)
+            and settings_of(recipe, (found[0],), "linear") is not None
         ]  # fmt: skip
         if not chosen:
             raise ValueError(
                 f"no Linear.Config to convert in {type(model_config).__qualname__}: skip is "
                 f"{self.config.skip}"
             )
-        for _, config, parent, attribute in chosen:
+        for name, config, parent, attribute in chosen:
             given = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
-            made = MXLinear.Config(**given, recipe=self.config.recipe)
+            made = MXLinear.Config(**given, recipe=self.config.recipe, layer=name)
             if parent is None:
                 return made
             if isinstance(parent, list | dict):

@@ -41,7 +41,8 @@ def te_mx_experts_forward(
     given = hidden_states, top_k_index, top_k_weights
     # A converted module has asked already, and runs in high precision.
     converted = isinstance(self, TransformersExperts)
-    settings = None if converted else region.current_settings()
+    active = None if converted else region.current_settings()
+    settings: Any = region.resolved(active, ("",), "grouped_linear")
     if settings is None:
         return ALL_EXPERTS_FUNCTIONS[_PLAIN](self, *given)
     if reason := why_not_experts(self):

@@ -52,14 +52,15 @@ class TransformersExperts(ExpertsModule):
         """
         if args and isinstance(args[0], Proxy):
             return self._as_leaf(*args, **kwargs)
-        settings = self._settings()
-        if self._is_plain(settings):
+        each = self._settings_of_each()
+        if self._is_plain(each[0]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if settings is not None:
+        if each[0] is not None:
             self._refuse_spread()
+        settings = dict(zip(keys_of(self), each, strict=True))
 
         def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
-            return self._product(x, offs, key, bias, settings)
+            return self._product(x, offs, key, bias, settings[key])
 
         def both(x: Tensor, offs: Tensor, *biases: Tensor | None) -> Tensor | None:
             return self._both_products(x, offs, biases, settings)

@@ -31,7 +31,9 @@ from te_mx.context.region import (
 from te_mx.nn import converted
 from te_mx.nn.checks import Checked
 from te_mx.nn.tensor_parallel import TensorParallelGroup
-from te_mx.recipes.settings import Settings
+from te_mx.recipe import Recipe, resolve_recipe
+from te_mx.recipes.custom import settings_of
+from te_mx.recipes.settings import ByName, Mixed, Settings
 from te_mx.runtime.arguments import check_flag
 from te_mx.runtime.ran import new_tags
 from te_mx.weights import gradients
@@ -136,6 +138,14 @@ def _make_real(module: nn.Module) -> None:
             module._parameters[name] = made
 
 
+def names_of(name: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """The names of the weights of a module: its own, or one for each of several."""
+    if len(keys) == 1:
+        return (name,)
+    prefix = f"{name}." if name else ""
+    return tuple([prefix + key.removesuffix("_weight") for key in keys])
+
+
 NEVER: Any = object()
 TRANSIENT = (
     "_seen",
@@ -153,8 +163,9 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
     _converted: bool = False  # made by convert_model
-    _seen: Settings | None = NEVER  # what the last forward ran with
-    _ran: Set[Settings | None] = frozenset()  # what forwards ran with, in any thread
+    _module_type = "linear"  # Transformer Engine's module_type, of roles
+    _seen: Settings | Mixed | None = NEVER  # what the last forward ran with
+    _ran: Set[Settings | Mixed | None] = frozenset()  # what forwards ran with, in any thread
     _tag: int = -1  # first slot in te_mx.runtime.ran.LAST_RUN, three for each linear step
 
     # --------------------------------------------------------------------------- running a forward
@@ -189,7 +200,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             return (settings, None) if made is None else (None, made)
         return settings, None
 
-    def _settings(self) -> Settings | None:
+    def _settings(self) -> Any:
         """Settings that a forward runs with: those of te_mx.autocast, outside of it those that were
         bound; None in high precision.
 
@@ -197,17 +208,22 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         in this same pass count: torch.utils.checkpoint enters that of the first forward. For other
         code that recomputes, all forwards must have run with the same settings.
 
+        A module with several weights may run with `Mixed` ones.
+
         Raises:
             RuntimeError: they have not.
         """
         source = self._source
         if is_tracing():
-            settings = context.current_settings(bound=self._bound)
-            return source.inside(self, settings) if settings is None or source.fixes else settings
+            chosen = context.current_settings(bound=self._bound)
+            traced = context.resolved(chosen, self._names(), self._module_type)
+            return self._inside(traced) if traced is None or source.fixes else traced
         region = innermost.get()
         if region is not None and region.left:
             region = active_region()
-        settings = self._bound if region is None or region.outside else region.settings
+        settings: Any = self._bound if region is None or region.outside else region.settings
+        if type(settings) is ByName:
+            settings = settings_of(settings, self._names(), self._module_type)
         running = backward_pass_id()
         again = running != -1 and (region is None or region.backward_pass != running)
         if again and len(self._ran) == 1:
@@ -216,7 +232,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             if again:
                 if self._ran:
                     raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
-                settings = context.current_settings(bound=self._bound)
+                chosen = context.current_settings(bound=self._bound)
+                settings = context.resolved(chosen, self._names(), self._module_type)
             if settings is not self._seen:
                 # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
                 self.__dict__.setdefault("_ran", set()).add(settings)
@@ -226,12 +243,50 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
                     context.give_notices()
                 if torch.jit.is_tracing() and torch.is_grad_enabled():
                     self._refuse_jit_trace()
-        return source.inside(self, settings) if settings is None or source.fixes else settings
+        return self._inside(settings) if settings is None or source.fixes else settings
+
+    def _inside(self, settings: Settings | Mixed | None) -> Settings | None:
+        """What the state of the weights makes of them."""
+        if isinstance(settings, Mixed):
+            raise NotImplementedError(
+                f"{self._label()}: {self._source.standing or 'gathered as codes'}, and its weights "
+                f"run with different recipes here ({settings.formats}), which is not supported; "
+                "unfreeze it, or give it one recipe"
+            )
+        return self._source.inside(self, settings)
+
+    def _one_settings(self) -> Settings | None:
+        """`_settings`, of a module whose weights several ranks share.
+
+        Raises:
+            NotImplementedError: its weights run with different ones.
+        """
+        settings: Settings | Mixed | None = self._settings()
+        if isinstance(settings, Mixed):
+            raise NotImplementedError(
+                f"{self._label()}: its weights run with different recipes ({settings.formats}), "
+                "which is not supported where several ranks share the module; give it one recipe"
+            )
+        return settings
+
+    def _chosen(self, recipe: Recipe | None, name: str) -> Settings | Mixed | None:
+        """What code beside a forward takes for this module, of this name if it has none: a recipe,
+        without one what is bound, or the default; None in high precision."""
+        if recipe is None and (self._bound is not None or self._bound_plain):
+            return self._bound
+        chosen = resolve_recipe(recipe).chosen
+        return context.resolved(chosen, self._names(self.name or name), self._module_type)
+
+    def _names(self, name: str | None = None) -> tuple[str, ...]:
+        """The names under which a recipe is asked about the weights; `name`: that of the module in
+        a model, if it is not the module's own."""
+        return names_of(name or self.name or "", self._weight_keys)
 
     def _warn_plain(self) -> None:
         """Called where a forward runs in high precision: a converted model that trains so is not
         what its user meant."""
-        if self._converted and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
+        told = self._converted and not self._bound_plain
+        if told and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
             warn = converted.warn_plain_traced if is_tracing() else converted.warn_plain
             warn(self.name)
 

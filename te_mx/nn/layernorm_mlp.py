@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from te_mx.autograd import node
 from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
+from te_mx.autograd.linear import Call as linear_call
+from te_mx.autograd.linear import linear
 from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing, output_dtype
@@ -26,6 +28,7 @@ from te_mx.nn.norm_base import (
     default_init,
 )
 from te_mx.nn.tensor_parallel import BOTH
+from te_mx.recipes.settings import Mixed
 from te_mx.weights import gated_halves
 
 
@@ -193,6 +196,8 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         settings, made = self._enter(inp, first)
         if settings is None:
             return made
+        if type(settings) is Mixed:
+            return self._in_two(inp, first, settings)
         source = self._source
         norm_weight, norm_bias, w1, b1, w2, bias = self._all_parameters()
         b2 = None if self.return_bias else bias
@@ -230,6 +235,42 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         parameters = Parameters(norm_weight, norm_bias, w1, b1, w2, b2)
         out, z = run_layer(inp, parameters, Weights((one.kept, two.kept), sinks), call)
         return self._returned(out, bias, z) if return_z or self.return_bias else out
+
+    def _in_two(self, inp: Tensor, first: bool | None, settings: Mixed) -> Any:
+        """A forward where fc1 and fc2 run with different recipes: as a te_mx.LayerNormLinear, the
+        activation of torch, and a te_mx.Linear.
+        """
+        one, two = settings.each
+        norm_weight, norm_bias, w1, b1, w2, bias = self._all_parameters()
+        self._check(inp, "hidden_size", norm_weight, norm_bias)
+        self._check_layers(inp.device, w1, b1, w2, bias)
+        b2, source, queue = None if self.return_bias else bias, self._source, self._queue_of_both()
+        tag = self._tag_now()
+        tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
+        if one is None:
+            z: Any = self._plain_norm(inp)
+            h = self._plain_linear(z, "fc1_weight", w1, b1, first, queue)
+        else:
+            need = needs_gradient(inp, norm_weight, norm_bias)
+            kept = source.operands(self, "fc1_weight", one, first, inp.device, need)
+            sink = self._sink("fc1_weight", w1, first, queue)
+            call = Call(self._step(inp), None, one, self.return_layernorm_output, (tags[0], -1))
+            parameters = Parameters(norm_weight, norm_bias, w1, b1)
+            h, z = run_layer(inp, parameters, Weights((kept, None), (sink, None)), call)
+        a = activations.plain(h, self._act)
+        if two is None:
+            out = self._plain_linear(a, "fc2_weight", w2, b2, first, queue)
+        else:
+            kept = source.operands(self, "fc2_weight", two, first, a.device, needs_gradient(a))
+            sink = self._sink("fc2_weight", w2, first, queue)
+            out = linear(a, w2, b2, linear_call(two, output_dtype(inp), tags[1], kept, False, sink))
+        return self._returned(out, bias, z)
+
+    def _sink(self, key: str, weight: Tensor, first: bool | None, queue: Queue | None) -> Any:
+        """Where the gradient of a weight goes, None where autograd takes it."""
+        if not self._routed():
+            return None
+        return self._source.grad_target(self, self._gradients_of(key, weight), first, queue)
 
     def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
         _, _, w1, b1, w2, bias = self._all_parameters()

@@ -50,10 +50,11 @@ from te_mx.pytorch.quantization import (
 from te_mx.pytorch.shim import install_shim, remove_shim
 from te_mx.pytorch.transformer import TransformerLayer
 from te_mx.pytorch.utils import get_device_compute_capability
+from te_mx.recipe import QuantizerRole
 
 __all__ = [
     "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm",
-    "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "QuantizerRole", "RMSNorm",
     "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb", "autocast",
     "checkpoint", "fp8_autocast", "fp8_model_init", "get_default_recipe",
     "get_device_compute_capability", "install_shim", "is_bf16_available", "is_fp8_available",

@@ -87,6 +87,25 @@ class Settings(NamedTuple):
         return not (self.x_col or self.w_col or self.g_col or self.g_rule)
 
 
+class ByName(NamedTuple):
+    """What stands for settings that differ by layer: the number of the factory of a `CustomRecipe`,
+    which `te_mx.recipes.custom.settings_of` asks about a module."""
+
+    key: int
+
+
+class Mixed(NamedTuple):
+    """Settings of a module with several weights that run with different ones, each None in high
+    precision, in the order of its weight keys."""
+
+    each: tuple[Settings | None, ...]
+
+    @property
+    def formats(self) -> str:
+        """The formats of the roles of each weight."""
+        return "; ".join("high precision" if one is None else one.formats for one in self.each)
+
+
 def in_words(settings: Settings) -> str:
     """Settings as one string, for graphs that are kept on disks and hold no objects. Traceable by
     Dynamo."""
@@ -97,6 +116,11 @@ def in_words(settings: Settings) -> str:
 @lru_cache(maxsize=256)
 def of_words(words: str) -> Settings:
     """The other way."""
+    return read(words)
+
+
+def read(words: str) -> Settings:
+    """The same, traceable by Dynamo."""
     given: dict[str, Any] = dict(zip(Settings._fields, words.split("|"), strict=True))
     given["spread"] = int(given["spread"])
     given["backward"] = given["backward"] or None

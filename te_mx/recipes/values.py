@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from te_mx import formats
-from te_mx.recipes.settings import Settings
+from te_mx.recipes.settings import ByName, Settings
 from te_mx.runtime.arguments import check_default, check_flag, check_one_of, shown
 
 PRECISIONS = ("adaptive", "exact")
@@ -31,7 +31,7 @@ class Recipe:
     is none of them.
     """
 
-    _settings: Settings  # made once: look-ups by them are part of every call
+    _settings: Settings | ByName  # made once: look-ups by them are part of every call
     _kind = ""  # the one of these that is true
     _always: tuple[str, ...] = ()  # fields that repr shows at their defaults too
 
@@ -70,7 +70,21 @@ class Recipe:
 
     @property
     def settings(self) -> Settings:
-        """The recipe as the plain tuple that modules and ``torch.compile`` guards read."""
+        """The recipe as the plain tuple that modules and ``torch.compile`` guards read.
+
+        Raises:
+            ValueError: a CustomRecipe, which has others for each layer.
+        """
+        if isinstance(self._settings, ByName):
+            raise ValueError(
+                f"{type(self).__name__} says formats by layer, and here no layer is meant: pass "
+                "the recipe of one"
+            )
+        return self._settings
+
+    @property
+    def chosen(self) -> Settings | ByName:
+        """`settings`, or what stands for those of each layer."""
         return self._settings
 
     @classmethod
@@ -105,8 +119,8 @@ class Recipe:
 
     @classmethod
     def custom(cls) -> bool:
-        """False: te_mx does not run CustomRecipe."""
-        return False
+        """Whether this is CustomRecipe."""
+        return cls._kind == "custom"
 
 
 def check_precision(precision: str, alignment_spread: int, owner: str = "") -> None:

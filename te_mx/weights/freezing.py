@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES, Operand, Stack, quantize_2d
 from te_mx.autograd.linear_recipe import at_rest, kept_weight
-from te_mx.recipes.settings import Settings
+from te_mx.recipes.settings import Mixed, Settings
 from te_mx.torch_internals import is_managed
 from te_mx.weights import formats as frozen_formats
 from te_mx.weights.changes import id_of, register
@@ -30,7 +30,8 @@ class Freezable(Sourced):
     see it, whatever parameters hold it: split ones are joined, those of groups stacked."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
-    _bound: Settings | None = None  # what runs outside of regions, given by convert_model
+    _bound: Settings | Mixed | None = None  # what runs outside of regions, given by convert_model
+    _bound_plain: bool = False  # the recipe that was bound leaves this module in high precision
     # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
     _saved_as: tuple[str, str] | None = None
     _claim: dict[str, Any] | None = (

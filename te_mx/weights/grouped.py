@@ -26,6 +26,8 @@ from te_mx.weights.state_dict import SCALES
 class OfGroups(Freezable):
     """Mixin of modules whose weights are matrices of groups, [G, n, k] without masters."""
 
+    _module_type = "grouped_linear"
+
     def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
         return kept_weights([w.detach() for w in self._each_of(key)], settings, need_dx)
 

@@ -475,6 +475,7 @@ def _settings_for(
     default = DEFAULT_SETTINGS
     if saved is None:
         own = module._source.settings or module._bound
+        own = own if isinstance(own, Settings) else None
         shape = module._shape_of(module._weight_keys[0])
         fits = own is not None and _could_be(own.w, codes, scales, end)
         if own is not None and fits and not _problem(codes, scales, shape, own.w):

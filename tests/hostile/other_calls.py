@@ -118,6 +118,26 @@ RECIPES = (
                          FLAG)},
     ),
     Call(
+        "te_mx.recipe.CustomRecipe", lambda d: recipe.CustomRecipe,
+        lambda d: {"qfactory": lambda role: "mxfp8", "fp8_format": recipe.Format.HYBRID,
+                   "fp8_dpa": False, "fp8_mha": False, "backward_override": None,
+                   "quantization_alignment": 32, "precision": "adaptive", "alignment_spread": 8,
+                   "wgrad_with_hp": False, "one_copy_weights": False, "split_k": False,
+                   "keep_weight_columns": False},
+        {"qfactory": FUNCTION | values(nowhere="no_such_module:factory", a_class=dict),
+         "fp8_format": other_than() | values(its_name="E4M3", E5M2=recipe.Format.E5M2),
+         **dict.fromkeys(("fp8_dpa", "fp8_mha"), ONLY_FALSE), "backward_override": OVERRIDE,
+         "quantization_alignment": COUNT.but("huge") | values(zero=0),
+         "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
+         **dict.fromkeys(FLAGS, FLAG)},
+    ),
+    Call(
+        "te_mx.recipe.overrides", lambda d: recipe.overrides,
+        lambda d: {"recipe": HYBRID, "patterns": {"*.fc2": "mxfp4"}},
+        {"recipe": RECIPE, "patterns": other_than() | values(
+            no_names={3: "mxfp8"}, no_recipe={"*": 3}, a_list=["*"], nothing=None)},
+    ),
+    Call(
         "te_mx.recipe.MMParams", lambda d: recipe.MMParams,
         lambda d: {"use_split_accumulator": True}, {"use_split_accumulator": FLAG},
     ),

@@ -28,6 +28,8 @@ EXEMPT = {
     "te_mx.formats.register": "for those who write formats: tests/formats",
     "te_mx.recipe.Format": "an enumeration: Python refuses what is no member",
     "te_mx.recipe.FormatRange": "the value of a Format",
+    "te_mx.recipe.Quantizer": "read where a factory returned it: tests/recipes",
+    "te_mx.recipe.QuantizerRole": "made by te_mx: tests/recipes",
     "te_mx.recipe.Settings": "made by a recipe",
     "te_mx.recipe.check_precision": "called by recipes, te_mx.gemm and te_mx.explain",
     "te_mx.workspace.Slot": "made by te_mx.workspace",

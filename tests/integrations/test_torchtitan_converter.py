@@ -52,3 +52,14 @@ def test_refusals():
         model(converter.MXConverter.Config(skip=["layers", "output", "lm_head"]))
     with pytest.raises((TypeError, ValueError), match="recipe"):
         converter.MXConverter.Config(recipe="fp8").build()
+
+
+def test_a_custom_recipe_is_asked_about_the_names_of_the_model():
+    recipe = te_mx.recipe.overrides("mxfp8", {"layers.0.*": None, "*.w2": "mxfp4"})
+    ours = model(converter.MXConverter.Config(recipe=recipe))
+    linear = {n: m for n, m in ours.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, layer in linear.items():
+        if name.startswith("layers.0."):
+            assert not isinstance(layer, te_mx.Linear)
+        elif name.endswith(".w2"):
+            assert layer._bound == te_mx.recipe.resolve_recipe("mxfp4").settings

@@ -341,3 +341,38 @@ def test_a_leaf_of_torch_fx():
     assert not hasattr(
         experts, "reset_parameters"
     )  # what materializes meta parameters looks for it
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_two_products_may_run_with_different_recipes(bound):
+    experts = stand_alone("mixtral")
+    x, index, scores = routed()
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return "mxfp4" if role.name.endswith("down_proj") else "mxfp8"
+
+    holder = nn.ModuleDict({"experts": experts})
+    recipe = te_mx.recipe.CustomRecipe(factory)
+    report = te_mx.convert_model(holder, recipe=recipe if bound else None)
+    with te_mx.autocast(recipe=recipe) if not bound else torch.enable_grad():
+        y = experts(x, index, scores)
+        y.square().sum().backward()
+    assert {role.name for role in asked} == {"experts.gate_up_proj", "experts.down_proj"}
+    assert {role.module_type for role in asked} == {"grouped_linear"}
+    assert not bound or "mxfp8_e4m3; mxfp4" in next(iter(report)).note
+    four = te_mx.recipe.BlockScaling("mxfp4", "mxfp4", "mxfp4")
+    recipes = {"gate_up_proj": "mxfp8", "down_proj": four}
+    product = experts._product
+
+    def alone(x, offs, key, bias, settings):
+        return product(x, offs, key, bias, te_mx.recipe.resolve_recipe(recipes[key]).settings)
+
+    experts.__dict__["_product"] = alone
+    with te_mx.autocast():
+        assert torch.equal(experts(x, index, scores), y)
+    del experts.__dict__["_product"]
+    some = te_mx.recipe.overrides("mxfp8", {"*down_proj": None})
+    with te_mx.autocast(recipe=some), pytest.raises(NotImplementedError, match="all or none"):
+        experts(x, index, scores)

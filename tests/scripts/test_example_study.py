@@ -1,0 +1,109 @@
+"""examples/train_llama.py --recipes: many runs, one table, in several sittings."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_llama  # noqa: E402  (the examples are no package)
+from gpt import train as gpt_train  # noqa: E402
+from llama import recipes, study, train  # noqa: E402
+
+import te_mx  # noqa: E402
+from te_mx.recipes.custom import settings_of  # noqa: E402
+
+TINY = ["--config", "tiny", "--dtype", "bf16", "--steps", "4", "--seeds", "2"]
+
+
+def options(out: Path, *more: str) -> list[str]:
+    return [*TINY, "--recipes", "mxfp8,mxfp4_all-final", "--out", str(out), *more]
+
+
+def test_a_study_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """And ends as one that was not."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_llama.main(options(whole)) == 0
+    said = capsys.readouterr().out
+    rows = json.loads((whole / "study.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows] == ["bf16", "mxfp8", "mxfp4_all-final"]
+    assert all(row["seeds"] == [0, 1] and row["loss_std"] > 0 for row in rows)
+    assert rows[0]["gap_percent"] == 0 and abs(rows[1]["gap_percent"]) < 2
+    assert re.search(r"mxfp8 +2 +\d\.\d{4} +\d\.\d{4} +[+-]\d\.\d\d %", said)
+    assert not list(whole.glob("*.pt"))
+    step, steps = train.LlamaTrainer.step, []
+
+    def counted(self):
+        steps.append(self.done)
+        return step(self)
+
+    def clock():  # each sitting is over after a few steps
+        return 0.0 if len(steps) % 7 < 6 else 1e6
+
+    monkeypatch.setattr(train.LlamaTrainer, "step", counted)
+    monkeypatch.setattr(study.time, "time", clock)
+    sittings = 0
+    while (code := train_llama.main(options(parts, "--time-limit", "1"))) == 130:
+        assert "the same command goes on" in capsys.readouterr().err
+        assert sittings > 0 or len(list(parts.glob("*.pt"))) == 1
+        steps.append(0)  # another sitting
+        sittings += 1
+    assert code == 0 and sittings >= 3 and not list(parts.glob("*.pt"))
+    for path in whole.glob("*-seed*.json"):
+        one, other = (json.loads((folder / path.name).read_text()) for folder in (whole, parts))
+        assert one["losses"] == other["losses"] and one["val_loss"] == other["val_loss"]
+    assert train_llama.main(options(parts, "--lr", "1e-3")) == 1
+    assert "is of other settings (lr: 0.002 there, 0.001 here)" in capsys.readouterr().err
+
+
+def test_workers_share_the_runs(tmp_path, capfd):
+    """One process a GPU; here on the CPU."""
+    args = train_llama.parse(options(tmp_path, "--threads", "1"))
+
+    def settings(mode):
+        return train_llama.settings(args, mode)
+
+    tmp_path.joinpath("mxfp8-seed1.pt").write_bytes(b"no checkpoint")
+    assert study.main(settings, ["mxfp8"], 2, tmp_path, 2, None) == 1
+    said = capfd.readouterr()
+    assert "mxfp8-seed1 failed:" in said.err and "1 runs failed" in said.err
+    assert said.out.count("steps, loss") == 3
+    assert re.search(r"^bf16 +2 .*\nmxfp8 +1 ", said.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", recipes.ALL)
+def test_every_recipe_is_one(name):
+    layers = 4
+    plan = recipes.plan_of(name, layers)
+    for recipe in filter(None, (plan.recipe, plan.final)):
+        found = te_mx.recipe.resolve_recipe(recipe)
+        if not found.custom():
+            continue
+        asked = [f"model.layers.{i}.{what}_proj" for i in range(layers) for what in ("q", "down")]
+        each = {settings_of(found.chosen, (layer,), "linear") for layer in asked}
+        assert len(each) == (1 if name.endswith("dgrad8") else 2)
+    if name.endswith("final"):
+        assert [plan.now(done, 10) for done in (8, 9, 10)] == [name[:-6], "mxfp8", "mxfp8"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--recipes", "nonsense"], "got 'nonsense'"),
+        (["--recipes", "all", "--only", "mxfp8"], "without --parallel and --only"),
+        (["--time-limit", "9"], "go with --recipes"),
+        (["--recipes", "all", "--time-limit", "0"], "must be above 0"),
+        (["--recipes", "all", "--gpus", "3"], "--gpus must be 1 to 1"),
+    ],
+)
+def test_options_that_mean_nothing(given, says, capsys):
+    with pytest.raises(SystemExit):
+        train_llama.parse([*TINY, *given])
+    assert says in capsys.readouterr().err
+    assert gpt_train.WHEN_STOPPED < 0
