@@ -2,14 +2,11 @@
 //
 // Sixteen accumulators hold 8 rows x 32 columns. A k pair costs two loads of rhs and, for every
 // row, one broadcast of the row's pair that feeds two products.
-#include "gemm/gemm_bf16.hpp"
-#include "mxtile/bf16/avx512.hpp"
+#include "gemm/gemm_thin.hpp"
 #include "mxtile/simd/avx512.hpp"
 
 namespace te_mx::cpu {
 namespace {
-
-namespace bf16 = mxtile::bf16;
 
 struct Avx512Tuning {
   using Simd = mxtile::simd::Avx512;
@@ -22,7 +19,8 @@ struct Avx512Tuning {
 
 class Avx512Engine : public Avx512Tuning {
  public:
-  explicit Avx512Engine(int64_t k) : pairs_(static_cast<int>(used_of_one_block(k) / 2)) {}
+  explicit Avx512Engine(int64_t k) : Avx512Engine(static_cast<int>(used_of_one_block(k) / 2)) {}
+  explicit Avx512Engine(int pairs) : pairs_(pairs) {}
 
   template <class Work>
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, Reuse,
@@ -108,9 +106,9 @@ const KernelImpl* avx512_bf16_impl() {
   static constexpr KernelImpl impl{bf16_panel_bytes,
                                    pack_bf16_panels<bf16::Avx512Decoder>,
                                    nullptr,
-                                   PanelGemm<Avx512Engine>::run,
+                                   ThinGemm<Avx512Engine, bf16::Avx512Decoder>::run,
                                    bf16_panel_row_sums,
-                                   nullptr,
+                                   ThinGemm<Avx512Engine, bf16::Avx512Decoder>::decodes,
                                    pack_bf16_panels<bf16::Avx512Decoder, true>};
   return &impl;
 }

@@ -66,16 +66,28 @@ bool row_is_wide(const StridedOperand& o, int64_t row, int64_t blocks, int row_b
   return false;
 }
 
+// Of rows of one block, none of which can be wide.
+void scan_one_block(const uint8_t* scales, int64_t rows, float* exponents) {
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa_native() >= Isa::avx512) return exponents_of_one_block_avx512(scales, rows, exponents);
+#endif
+  one_block_exponents(scales, rows, exponents);
+}
+
 bool scan_rows(const StridedOperand& o, int64_t row, int64_t rows, float* exponents,
                uint8_t* wide_blocks) {
   uint8_t largest[kRowsPerItem], smallest[kRowsPerItem];
   const int64_t blocks = ceil_div(o.k, kBlock);
-  if (o.scale_row_stride == 1 && (o.scale_block_stride != 1 || blocks == 1)) {
+  for (int64_t r = 0; r < rows; r += kRowBlock) wide_blocks[(row + r) / kRowBlock] = 0;
+  if (blocks == 1 && o.scale_row_stride == 1) {
+    scan_one_block(o.scales + row, rows, exponents + row);
+    return false;
+  }
+  if (o.scale_row_stride == 1 && o.scale_block_stride != 1) {
     scan_k_first(o, row, rows, blocks, largest, smallest);
   } else {
     scan_k_last(o, row, rows, blocks, largest, smallest);
   }
-  for (int64_t r = 0; r < rows; r += kRowBlock) wide_blocks[(row + r) / kRowBlock] = 0;
   int far = 0;  // whether some scale lies far below the largest of its row
   for (int64_t r = 0; r < rows; ++r) {
     const int row_byte = largest[r] == 0 ? 127 : largest[r] - 1;

@@ -13,4 +13,8 @@ void scan_scales_avx512(const uint8_t* scales, int64_t stride, int64_t rows, int
   }
 }
 
+void exponents_of_one_block_avx512(const uint8_t* scales, int64_t rows, float* exponents) {
+  one_block_exponents(scales, rows, exponents);
+}
+
 }  // namespace te_mx::cpu

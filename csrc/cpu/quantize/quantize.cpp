@@ -35,6 +35,18 @@ quantize_tile::Kernel quantize_tile::find(DType dtype, Element element, bool row
   return find_portable(dtype, element, rows, columns);
 }
 
+quantize_tile::NarrowKernel quantize_tile::find_narrow(DType dtype, Element element) {
+  [[maybe_unused]] const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512_BF16)
+  if (isa >= Isa::avx512_bf16) return find_narrow_avx512_vbmi(dtype, element);
+#endif
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa >= Isa::avx512) return find_narrow_avx512(dtype, element);
+#endif
+  (void)dtype, (void)element;
+  return nullptr;
+}
+
 quantize_tile::Kernel quantize_tile::find_random(Element element) {
   const Isa isa = isa_native();
 #if defined(TE_MX_HAVE_AVX512)
@@ -272,6 +284,42 @@ void run_problem(const Problem& p) {
   parallel_for(threads, items, [&p](int64_t item) { run_item(p, item); });
 }
 
+// Rows of one block that follow each other, 32 at a time.
+void run_narrow(const Problem& p, quantize_tile::NarrowKernel kernel) {
+  constexpr int64_t kItemGroups = 64;
+  const QuantizeTask& a = p.a;
+  const quantize_tile::NarrowOrder order(a.cols);
+  const int64_t groups = ceil_div(a.rows, kBlock);
+  const int threads = a.rows * a.cols < kSerialElements ? 1 : a.threads;
+  parallel_for(threads, ceil_div(groups, kItemGroups), [&](int64_t item) {
+    const mxtile::mx::KeepDenormals keep_denormals;
+    const int64_t end = std::min(groups, (item + 1) * kItemGroups);
+    for (int64_t g = item * kItemGroups; g < end; ++g) {
+      const int64_t r = g * kBlock, rows = std::min<int64_t>(kBlock, a.rows - r);
+      if (rows == kBlock) {
+        const Tile t = tile_in_place(p, r, 0);
+        if (kernel({address(p, r, 0), static_cast<int>(a.cols), t.rule, &order, t.row_codes,
+                    t.row_scales, t.col_codes, t.col_scales}))
+          continue;
+      }
+      const Area area{r, 0, static_cast<int>(rows), static_cast<int>(a.cols)};
+      run_tile(p, area, true, address(p, r, 0), nullptr);
+    }
+  });
+}
+
+// The kernel that takes the whole of a matrix of few columns, or null.
+quantize_tile::NarrowKernel narrow_kernel(const Problem& p) {
+  const QuantizeTask& a = p.a;
+  const bool compact = a.col_stride == 1 && a.row_stride == a.cols;
+  const bool whole_bytes = !is_fp4(a.element) || !a.row_codes || a.cols % 2 == 0;
+  constexpr int64_t kLeastRows = 256;  // fewer are not worth an order
+  if (a.cols > kBlock || a.rows < kLeastRows || !compact || !whole_bytes || a.col_sum ||
+      p.is_special || (a.col_codes && a.col_transposed))
+    return nullptr;
+  return quantize_tile::find_narrow(a.x_dtype, a.element);
+}
+
 Columns columns_of(const QuantizeTask& a) {
   if (!a.col_codes) return Columns::none;
   return a.col_transposed ? Columns::transposed : Columns::plain;
@@ -368,6 +416,10 @@ Status quantize_task(const QuantizeTask& args) {
   if (a.cols == 1) a.col_stride = 1;
   if (a.rows == 1) a.row_stride = a.cols;
   p.tile_cols = a.col_stride == 1 && p.tile_rows < kTile ? kTileCols : kTile;
+  if (const auto narrow = narrow_kernel(p)) {
+    run_narrow(p, narrow);
+    return Status::ok;
+  }
   const bool compact = a.col_stride == 1 && a.row_stride == a.cols;
   if (compact && !p.is_special && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
     // Blocks of a compact tensor follow each other: any number of rows fills whole tiles, and

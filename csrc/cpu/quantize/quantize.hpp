@@ -94,6 +94,36 @@ using Kernel = void (*)(const Tile& tile);
 // The kernel of the level in use. rows false and columns none leaves the column sums.
 Kernel find(DType dtype, Element element, bool rows, Columns columns);  // quantize.cpp
 
+// The rows and columns of the elements of 32 rows that follow each other in memory.
+struct NarrowOrder {
+  alignas(64) uint16_t row[32][32], col[32][32];  // of element 32 i + j
+  explicit NarrowOrder(int64_t cols) {
+    for (int64_t i = 0; i < 32 * cols; ++i) {
+      row[i / 32][i % 32] = static_cast<uint16_t>(i / cols);
+      col[i / 32][i % 32] = static_cast<uint16_t>(i % cols);
+    }
+  }
+};
+
+// 32 rows of a compact matrix of at most 32 columns. Pointers of a direction that is not wanted are
+// null; codes of 4 bits want an even number of columns for rows.
+struct Narrow {
+  const void* x;
+  int cols;
+  mxtile::mx::Rule rule;
+  const NarrowOrder* order;
+  uint8_t *row_codes, *row_scales, *col_codes, *col_scales;  // compact, columns plain
+};
+
+// False: nothing was written, as some block needs the exact path.
+using NarrowKernel = bool (*)(const Narrow& rows);
+
+// The kernel of the level in use, or null.
+NarrowKernel find_narrow(DType dtype, Element element);  // quantize.cpp
+
+NarrowKernel find_narrow_avx512(DType dtype, Element element);
+NarrowKernel find_narrow_avx512_vbmi(DType dtype, Element element);
+
 // The kernel of Tile::special.
 Kernel find_random(Element element);  // quantize.cpp
 

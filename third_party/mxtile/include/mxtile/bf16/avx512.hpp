@@ -41,6 +41,10 @@ MXTILE_STATIC Words broadcast_pair(const uint16_t* p) {
 MXTILE_STATIC Words broadcast_word(uint32_t pair) {
   return _mm512_set1_epi32(static_cast<int>(pair));
 }
+// Lane i: the pair of lane which[i].
+MXTILE_STATIC Words pick_pairs(Words pairs, Words which) {
+  return _mm512_permutexvar_epi32(which, pairs);
+}
 MXTILE_STATIC Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
 MXTILE_STATIC float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 
@@ -66,6 +70,14 @@ constexpr PairOrder make_pair_order() {
   return o;
 }
 inline constexpr PairOrder kPairOrder = make_pair_order();
+
+// Byte order that repeats the byte of row i in 32-bit lane i, from lanes of 4 bytes of 4 rows.
+constexpr PairOrder make_byte_order() {
+  PairOrder o{};
+  for (int i = 0; i < 64; ++i) o.index[i] = static_cast<uint8_t>(i / 16 * 16 + i / 4 % 4);
+  return o;
+}
+inline constexpr PairOrder kByteOrder = make_byte_order();
 
 struct Avx512Decoder {
   __m512i low0, low1, high0, high1, sign, mark, spread;
@@ -202,6 +214,36 @@ struct Avx512Decoder {
     }
     if (__builtin_expect(nan_rows != 0, 0)) {
       for (int p = 0; p < ks / 2; ++p) make_nan(tile + p * kTileK, nan_rows);
+    }
+  }
+
+  // The same of codes of 4 bits, two a byte, of 16 rows of at most 32 k whose exponent is that of
+  // their row (or NaN), for so many pairs. Reads 16 bytes of every row.
+  __attribute__((always_inline)) inline void packed_pair_tile(const uint8_t* packed,
+                                                              ptrdiff_t stride,
+                                                              const uint8_t* scale_bytes,
+                                                              uint16_t* tile, int pairs) const {
+    const Words exponent = _mm512_set1_epi16(static_cast<short>(exponent_word(0, 0)));
+    const Words table = _mm512_mask_add_epi16(halves, kNotZero, halves, exponent);
+    // Register i holds rows 4 * lane + i: after two unpacks a lane has byte after byte of 4 rows.
+    Words z[4], bytes[4];
+    for (int i = 0; i < 4; ++i) z[i] = load_lanes(packed + i * stride, 4 * stride);
+    const Words a = _mm512_unpacklo_epi8(z[0], z[1]), b = _mm512_unpackhi_epi8(z[0], z[1]);
+    const Words c = _mm512_unpacklo_epi8(z[2], z[3]), d = _mm512_unpackhi_epi8(z[2], z[3]);
+    bytes[0] = _mm512_unpacklo_epi16(a, c), bytes[1] = _mm512_unpackhi_epi16(a, c);
+    bytes[2] = _mm512_unpacklo_epi16(b, d), bytes[3] = _mm512_unpackhi_epi16(b, d);
+    const Words shift = _mm512_set1_epi32(4 << 16);
+    for (int p = 0; p < pairs; ++p) {
+      // A byte four times, shifted in the upper word; bit 4 of an index does not matter.
+      const Words order =
+          _mm512_add_epi8(_mm512_load_si512(kByteOrder.index), _mm512_set1_epi8(4 * (p % 4)));
+      const Words four = _mm512_permutexvar_epi8(order, bytes[p / 4]);
+      store_words(tile + p * kTileK,
+                  _mm512_permutexvar_epi16(_mm512_srlv_epi16(four, shift), table));
+    }
+    const __mmask16 nan_rows = _mm_cmpeq_epi8_mask(load16(scale_bytes), _mm_set1_epi8(-1));
+    if (__builtin_expect(nan_rows != 0, 0)) {
+      for (int p = 0; p < pairs; ++p) make_nan(tile + p * kTileK, nan_rows);
     }
   }
 

@@ -10,13 +10,12 @@
 // instead.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 
 #include "mxtile/mx/format.hpp"
 #include "mxtile/mx/inline.hpp"
 #include "mxtile/mx/scale.hpp"
+#include "mxtile/simd/intrinsics.hpp"
 
 namespace mxtile::quant::avx512 {
 
@@ -24,6 +23,10 @@ using Vector = __m512i;
 inline constexpr int kWords = 32;  // in a vector
 
 MXTILE_INLINE Vector load(const void* p) { return _mm512_loadu_si512(p); }
+// The first n words, and zeros.
+MXTILE_INLINE Vector load_words(const uint16_t* p, int n) {
+  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
+}
 MXTILE_INLINE void store(void* p, Vector v) { _mm512_storeu_si512(p, v); }
 MXTILE_INLINE void store_past_caches(void* p, Vector v) {
   _mm512_stream_si512(static_cast<__m512i*>(p), v);
@@ -103,6 +106,12 @@ struct Scales {
   Scale scale;
   bool exact_needed;  // some block is not finite, or so small that encode() does not hold
 };
+
+// Word i: that of block which[i].
+MXTILE_INLINE Scale pick_scale(const Scale& s, const uint16_t* which) {
+  const Vector w = load(which);
+  return {_mm512_permutexvar_epi16(w, s.base), _mm512_permutexvar_epi16(w, s.least)};
+}
 
 // The scales of 32 blocks from their largest magnitudes. Above amax exponent kFastExponent, scale
 // bytes are at least 21, and bf16 subnormals and whatever fp32 holds below them round to zero.
