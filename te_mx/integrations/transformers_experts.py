@@ -58,12 +58,13 @@ class TransformersExperts(ExpertsModule):
         if each[0] is not None:
             self._refuse_spread()
         settings = dict(zip(keys_of(self), each, strict=True))
+        alike = each[0] if all(one == each[0] for one in each) else None
 
         def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
             return self._product(x, offs, key, bias, settings[key])
 
         def both(x: Tensor, offs: Tensor, *biases: Tensor | None) -> Tensor | None:
-            return self._both_products(x, offs, biases, settings)
+            return self._both_products(x, offs, biases, alike)
 
         return run_experts(self, product, *args, both=both, **kwargs)
 
