@@ -20,6 +20,7 @@ from te_mx._ops.quantize import (
     rows_2d,
     rows_call,
 )
+from te_mx._ops.resting import at_rest, plain
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
 from te_mx.dispatch.forms import Forms, forms
 from te_mx.dispatch.fused import Target
@@ -38,6 +39,7 @@ __all__ = [
     "Quantized",
     "Stack",
     "Target",
+    "at_rest",
     "capturing",
     "convert_2d",
     "dequantize_2d",
@@ -45,6 +47,7 @@ __all__ = [
     "forms",
     "gemm_2d",
     "kept_form",
+    "plain",
     "quantize_2d",
     "quantize_joined_2d",
     "quantize_two_2d",

@@ -1,4 +1,5 @@
-"""What kernels are that run a linear layer in one call each way, or once without gradients."""
+"""What kernels are that run a linear layer in one call each way, or once without gradients, and
+that keep weights which stand still."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.kernels import Kernel
+from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
@@ -152,4 +154,19 @@ class FrozenKernel(Kernel):
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None
         for what native code does not take. Waits for the device."""
+        raise NotImplementedError
+
+
+class RestKernel(Kernel):
+    """The one copy of a weight, or of those of groups, that the kernels of a device read; problems
+    have its spec as lhs."""
+
+    op = "rest"
+
+    def rest(self, row: Operand | Stack) -> Operand | Stack:
+        """Made of rowwise codes and scales. Waits for the device."""
+        raise NotImplementedError
+
+    def plain(self, held: Operand | Stack) -> Parts:
+        """The codes and scales that it was made of, by rows."""
         raise NotImplementedError
