@@ -20,7 +20,7 @@ from te_mx._ops.quantize import (
     rows_2d,
     rows_call,
 )
-from te_mx._ops.resting import at_rest, plain
+from te_mx._ops.settled import held_as, plain, settled
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
 from te_mx.dispatch.forms import Forms, forms
 from te_mx.dispatch.fused import Target
@@ -39,13 +39,13 @@ __all__ = [
     "Quantized",
     "Stack",
     "Target",
-    "at_rest",
     "capturing",
     "convert_2d",
     "dequantize_2d",
     "dequantize_joined_2d",
     "forms",
     "gemm_2d",
+    "held_as",
     "kept_form",
     "plain",
     "quantize_2d",
@@ -55,6 +55,7 @@ __all__ = [
     "restored_2d",
     "rows_2d",
     "rows_call",
+    "settled",
     "turned",
     "worth_packing",
 ]

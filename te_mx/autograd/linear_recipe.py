@@ -29,7 +29,7 @@ A weight that compiled code looks for when it runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,12 +44,14 @@ from te_mx._ops import (
     Operand,
     Quantize,
     Quantized,
+    Stack,
     Target,
     convert_2d,
     dequantize_2d,
     forms,
     gemm_2d,
     kept_form,
+    plain,
     quantize_2d,
     quantize_two_2d,
     quantized,
@@ -64,13 +66,15 @@ from te_mx.autograd.grad_target import (
 )
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
-from te_mx.dispatch.linear import Weight
+from te_mx.dispatch.linear import Weight as Parts
 from te_mx.formats.scaling import is_stochastic
+from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import current
 
 _known = derived()
+Weight = TypeVar("Weight", Operand, Stack, Operand | Stack)
 
 
 class Sought(NamedTuple):
@@ -282,9 +286,21 @@ def kept_for_dgrad(
     return Kept.itself(weight_NK) if col is None else Kept.operand(col)
 
 
+def serving(held: Weight, settings: Settings) -> Weight:
+    """A weight that lies once, as fprop with these settings reads it: as it is, unless only by
+    rows."""
+    layout, device = held.layout, held.codes.device
+    if layout is ROWS:
+        return held
+    op = "gemm_rows" if isinstance(held, Stack) else "gemm"
+    wanted = roles(device, settings, op).w.row.partition("@")[2]
+    return held if wanted == (layout.reads_as or layout.name) else plain(held)
+
+
 def columns_of(row: Operand, settings: Settings) -> Operand:
-    """The columnwise operand of a weight of which only plain rowwise codes are left: these codes
+    """The columnwise operand of a weight of which only rowwise codes are left: these codes
     where blocks are square, else what they decode to, quantized again."""
+    row = plain(row)
     if row.format.is_square and row.format.name == settings.w_columns:
         return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
     return quantized_columns(dequantize_2d(row, row.format.exact_dtype), "w", settings)
@@ -469,10 +485,10 @@ class KeptWeight(NamedTuple):
         )
 
 
-def parts_of(kept: KeptWeight) -> Weight:
+def parts_of(kept: KeptWeight) -> Parts:
     """Its operands as whole layers in one call take them."""
     row, col = kept.row, kept.col
-    return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
+    return Parts((row.codes, row.scales), None if col is None else (col.codes, col.scales))
 
 
 def on_codes(settings: Settings) -> Settings:

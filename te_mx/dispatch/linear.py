@@ -159,9 +159,10 @@ class FrozenKernel(Kernel):
 
 class RestKernel(Kernel):
     """The one copy of a weight, or of those of groups, that the kernels of a device read; problems
-    have its spec as lhs."""
+    have its format as lhs. layout: where it lies."""
 
     op = "rest"
+    layout = "rows"
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
         """Made of rowwise codes and scales. Waits for the device."""

@@ -25,12 +25,15 @@ ROOM = 1 << 10  # for a code to lie aside in so many at first; more are counted 
 class Frozen(ReferenceRest):
     """MXFP8 in E4M3, of which a byte in 10,000 lies aside."""
 
-    name, rank = SM90_FROZEN.name, 0
+    name = layout = SM90_FROZEN.name
+    rank = 0
 
     def accepts(self, problem: Problem) -> str | None:
         if not problem.lhs.startswith(f"{frozen.FORMAT}@"):
             return f"keeps {frozen.FORMAT}, not {problem.lhs}"
-        return why_not(problem, ROWS.name, SM90_FROZEN.name)
+        if problem.n % 16:
+            return f"keeps rows of whole 16 bytes, not of {problem.n}"
+        return why_not(problem)
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
         spec, device = f"{frozen.FORMAT}@{SM90_FROZEN.name}", row.codes.device
@@ -66,8 +69,6 @@ class Frozen(ReferenceRest):
         return aside, counts.tolist()
 
     def plain(self, held: Operand | Stack) -> Parts:
-        if held.layout is ROWS:
-            return held.codes, held.scales
         native: Any = binding.native()
         held = held.checked("the weight")
         groups = held.codes.shape[:-2]
