@@ -68,7 +68,7 @@ from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Weight as Parts
 from te_mx.formats.scaling import is_stochastic
-from te_mx.layouts import ROWS
+from te_mx.layouts import ROWS, spec_of
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import current
@@ -186,6 +186,12 @@ def packs(settings: Settings) -> bool:
 def at_rest(fmt: str) -> str:
     """The spec of a copy whose bytes are kept as they are."""
     return f"{fmt}@rows"
+
+
+def widens(spec: str) -> bool:
+    """Whether codes of fewer than 8 bits take a byte each in a copy of this spec."""
+    fmt, layout = spec_of(spec)
+    return fmt.element.bits < 8 and layout is not ROWS
 
 
 # ------------------------------------------------------------------------------------------- input
@@ -508,18 +514,21 @@ def on_codes(settings: Settings) -> Settings:
 
 
 def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
-    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
+    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept, or
+    have fewer bits than packed ones."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         device = weight_NK.device
-        row, col, _ = quantized(
-            weight_NK, plan_weight(device, settings, needs_columns(settings, need_dx))
-        )
+        target = plan_weight(device, settings, needs_columns(settings, need_dx))
+        narrow = widens(target.row)
+        if narrow:
+            target = target._replace(row=at_rest(settings.w))
+        row, col, _ = quantized(weight_NK, target)
         assert row is not None
         if not packs(settings):
             return KeptWeight(settings, row, None, Made.now(device))
         mode, given = mode_of(settings), roles(device, settings)
-        row = kept_form(row, "rhs", mode, given.x.row)
+        row = row if narrow else kept_form(row, "rhs", mode, given.x.row)
         if col is not None:
             col = kept_form(col, "rhs", mode, given.g.row)
     return KeptWeight(settings, row, col, Made.now(device))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES, Operand, Stack, held_as, plain, quantize_2d, settled
 from te_mx.autograd.linear_recipe import at_rest, kept_weight
 from te_mx.layouts import ROWS

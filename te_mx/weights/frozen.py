@@ -412,10 +412,11 @@ class QuantizedOnly(Frozen):
         self, layer: Any, key: str, kept: Any, size: Sequence[int], groups: int = 0
     ) -> decode.Weight:
         n, k = size
-        made_of = decode.state(*layer._stored(key))
+        made_of, held = decode.state(*layer._stored(key)), layer._one_copy(key)
+        lies = "any" if held.layout is layouts.ROWS else held.layout.name
+        fmt = self.settings.w
         return decode.Weight(
-            self.few_rows, key, n, k, self.settings.w, made_of, lambda: plain(layer._one_copy(key)),
-            groups,
+            self.few_rows, key, n, k, fmt, made_of, lambda: held, groups, lies
         )  # fmt: skip
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:

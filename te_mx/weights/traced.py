@@ -42,6 +42,7 @@ from te_mx.autograd.linear_recipe import (
     GEMMS,
     KeptWeight,
     Sought,
+    at_rest,
     mode_of,
     plan_input,
     plan_weight,
@@ -61,7 +62,7 @@ from te_mx.torch_internals import constant_in_graphs
 from te_mx.weights import decode, weight_only
 from te_mx.weights.changes import owner_of
 
-# The last two with the layout of the codes behind: "codes@rows".
+# The last two perhaps with the layout of the codes behind: "codes@rows".
 MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
 
 
@@ -233,7 +234,8 @@ def _run(x: Tensor, *args: Any) -> Tensor:
     held: Any = weights
     if how != MASTERS:
         shape = (n, x.shape[-1]) if offs is None else (groups, n, x.shape[-1])
-        held = held_as(weights, f"{settings.w}@{lies}", shape).checked("the weight")
+        w_spec = f"{settings.w}@{lies}" if lies else at_rest(settings.w)
+        held = held_as(weights, w_spec, shape).checked("the weight")
     checks.float_dtype(out_dtype)
     owner, kept, tag = _known(weights, key, settings, x.device, how)
     rows = x.numel() // max(x.shape[-1], 1)

@@ -44,11 +44,11 @@ class _DecodedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias_N: Tensor | None, codes: Tensor, scales: Tensor,
-        packed: Tensor | None, sizes: Any,
+        packed: Tensor | None, sizes: tuple[str, int, int],
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(codes, scales, packed)
         ctx.sizes, ctx.dtype = sizes, x.dtype
-        weight = dequantize_2d(Operand(codes, scales, *sizes, packed), x.dtype)
+        weight = dequantize_2d(Operand(codes, scales, *sizes)._replace(packed=packed), x.dtype)
         return functional.linear(x, weight, bias_N)
 
     @staticmethod
@@ -58,7 +58,8 @@ class _DecodedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 # The weight is a constant: what autograd makes of this is the second derivative.
                 codes, scales, packed = ctx.saved_tensors
-                dx = g @ dequantize_2d(Operand(codes, scales, *ctx.sizes, packed), ctx.dtype)
+                weight = Operand(codes, scales, *ctx.sizes)._replace(packed=packed)
+                dx = g @ dequantize_2d(weight, ctx.dtype)
             if ctx.needs_input_grad[1]:
                 db = g.flatten(0, -2).sum(0) if g.dim() > 1 else g
         return dx, db, None, None, None, None
