@@ -416,7 +416,7 @@ class QuantizedOnly(Frozen):
         lies = "any" if held.layout is layouts.ROWS else held.layout.name
         fmt = self.settings.w
         return decode.Weight(
-            self.few_rows, key, n, k, fmt, made_of, lambda: held, groups, lies
+            self.few_rows, key, n, k, fmt, made_of, lambda: plain(held), groups, lies
         )  # fmt: skip
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:

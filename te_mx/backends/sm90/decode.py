@@ -107,10 +107,6 @@ class Decode(FrozenKernel):
         return self.name  # k is cut by the sizes of the weight alone
 
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
-        if row.layout.reads_as:
-            codes, scales = row.layout.plain(row.format, row, row.k)
-            spec = f"{row.format.name}@rows"
-            row = row._replace(codes=codes, scales=scales, spec=spec, packed=None)
         fmt, spec = row.format, f"{row.format.name}@{SM90_DECODE.name}"
         if isinstance(row, Stack):
             shapes = SM90_DECODE.shapes(fmt, row.rows, row.k)
