@@ -249,7 +249,8 @@ class Frozen(WeightSource):
         given: Operand | Stack = kept.row
         lies = "any" if given.layout is layouts.ROWS else given.layout.name
         n, k = size
-        return decode.Weight(self.few_rows, key, n, k, kept.settings.w, (kept,), row, groups, lies)
+        fmt = kept.settings.w
+        return decode.Weight(self.few_rows, key, n, k, fmt, (kept,), row, groups, lies, given)
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
         if layer._tokens is not None or is_tracing():
