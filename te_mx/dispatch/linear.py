@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx import layouts
 from te_mx.dispatch.kernels import Kernel
+from te_mx.layouts import Layout
 from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
@@ -143,16 +145,20 @@ class FrozenCall(NamedTuple):
 
 
 class FrozenKernel(Kernel):
-    """Multiplies few rows with weights that stand still, which lie in a form of the kernel's own:
-    quantizes the rows and multiplies, without gradients. A plan takes a FrozenCall and gives (the
-    result [..., n], the name of the kernel that multiplied). gates: the activations of a Gate that
-    it computes as it reads x."""
+    """Multiplies few rows with weights that stand still, which lie as other kernels find them or in
+    a form of the kernel's own: quantizes the rows and multiplies, without gradients. A plan takes a
+    FrozenCall and gives (the result [..., n], the name of the kernel that multiplied). gates: the
+    activations of a Gate that it computes as it reads x."""
 
     op = "linear_frozen"
     gates: tuple[str, ...] = ()
 
+    def reads(self, layout: Layout) -> bool:
+        """Whether `form` takes copies in a layout of other kernels, not in "rows" alone."""
+        return layout is layouts.ROWS
+
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
-        """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None
+        """The rowwise copy of a weight, or of those of groups, in that form, perhaps itself; None
         for what native code does not take. Waits for the device."""
         raise NotImplementedError
 

@@ -248,7 +248,8 @@ class Frozen(WeightSource):
         given: Operand | Stack = kept.row
         lies = "any" if given.layout is layouts.ROWS else given.layout.name
         n, k = size
-        return decode.Weight(self.few_rows, key, n, k, kept.settings.w, (kept,), row, groups, lies)
+        fmt = kept.settings.w
+        return decode.Weight(self.few_rows, key, n, k, fmt, (kept,), row, groups, lies, given)
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
         if layer._tokens is not None or is_tracing():
@@ -414,9 +415,9 @@ class QuantizedOnly(Frozen):
         n, k = size
         made_of, held = decode.state(*layer._stored(key)), layer._one_copy(key)
         lies = "any" if held.layout is layouts.ROWS else held.layout.name
-        fmt = self.settings.w
+        forms, fmt = self.few_rows, self.settings.w
         return decode.Weight(
-            self.few_rows, key, n, k, fmt, made_of, lambda: plain(held), groups, lies
+            forms, key, n, k, fmt, made_of, lambda: plain(held), groups, lies, held
         )  # fmt: skip
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:

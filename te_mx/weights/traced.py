@@ -126,7 +126,7 @@ def ready(
     *groups, n, k = module._shape_of(key)
     fmt, lies = settings.w, "rows"
     if module._source.dropped:
-        fmt = module._source.settings.w
+        fmt, lies = module._source.settings.w, module._lies[key]
     elif not groups:
         lies = plan_weight(x.device, settings, False).row.partition("@")[2]
     as_is = _is_as_is(module)

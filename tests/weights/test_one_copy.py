@@ -16,7 +16,7 @@ import te_mx
 from te_mx.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
 
 MX = {"mxfp8_e4m3": 1.04, "mxfp4": 0.54, "fp8_e4m3_128x128": 1.04}
-ROWS = (96, 512)
+ROWS = (1, 16, 64, 96, 512)
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 
 

@@ -8,6 +8,9 @@ namespace mxtile::sm90 {
 inline void copy16_async(void* smem, const void* gmem, bool there) {
   simt::copy_async(smem, gmem, 16, there ? 16 : 0);
 }
+inline void copy4_async(uint32_t smem, const void* gmem) {
+  simt::copy_async(simt::place(smem, 4, 4), gmem, 4, 4);
+}
 inline void end_copy_group() { simt::copy_async_commit(); }
 template <int kPending>
 void wait_copy_groups() {

@@ -13,6 +13,11 @@ __device__ __forceinline__ void copy16_async(void* smem, const void* gmem, bool 
                : "memory");
 }
 
+// Starts a copy of 4 bytes; both addresses are multiples of 4.
+__device__ __forceinline__ void copy4_async(uint32_t smem, const void* gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(gmem) : "memory");
+}
+
 // Ends a group: what this thread started since the last one, perhaps nothing.
 __device__ __forceinline__ void end_copy_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
