@@ -1,5 +1,6 @@
 """Weights that stand still on Hopper: one copy, which the GEMM and the kernels for few rows read
-where it lies. MXFP8 in tiles that give their bytes back (layouts/frozen.py), MXFP4 by rows."""
+where it lies. MXFP8 in tiles that give their bytes back (layouts/frozen.py), blockwise FP8 with its
+scales in the order of steps (layouts/factors.py), MXFP4 by rows."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen
+from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
+from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.layouts import SM90_FACTORS, SM90_FROZEN, frozen
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats import get
@@ -87,6 +89,22 @@ class Frozen(ReferenceRest):
         return codes, scales
 
 
+class Factors(ReferenceRest):
+    """Blockwise FP8, whose codes stay as they are."""
+
+    name = layout = SM90_FACTORS.name
+    rank = 0
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.n % 16:
+            return f"keeps rows of whole 16 bytes, not of {problem.n}"
+        return why_not(problem, formats=BLOCKWISE) or why_not_second(problem.lhs)
+
+    def rest(self, row: Operand | Stack) -> Operand | Stack:
+        codes, scales = SM90_FACTORS.pack(row.format, row.codes, row.scales, row.k)
+        return row._replace(codes=codes, scales=scales, spec=f"{row.format.name}@{self.layout}")
+
+
 def _each(plain: Parts, held: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Plain codes and scales, tiles and words of a weight, or of each group's."""
     parts = *plain, held.codes, held.scales
@@ -109,3 +127,4 @@ def _expect(status: int) -> None:
 
 
 register(Frozen())
+register(Factors())
