@@ -15,7 +15,6 @@ from te_mx import formats
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.base import FORMATS as ELEMENTS
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
@@ -215,9 +214,9 @@ def splits(context: GpuContext) -> Iterator[Row]:
     for w, (k, n) in ((w, shape) for w in ("mxfp8_e4m3", "mxfp4") for shape in SHAPES):
         fmt = formats.get(w)
         codes, scales = fmt.quantize(context.randn(n, k, seed=1), "rceil")
-        form, _ = SM90_DECODE.pack(fmt, codes, scales, k)
-        sets = -(-COLD // form.numel() // CALLS) * CALLS + CALLS
-        forms = [form.clone() for _ in range(sets)]
+        nbytes_w = codes.numel() + scales.numel()
+        sets = -(-COLD // nbytes_w // CALLS) * CALLS + CALLS
+        forms = [(codes.clone(), scales.clone()) for _ in range(sets)]
         for m in (1, 8, 16, 64):
             x, y = context.randn(m, k, seed=m), context.randn(m, n, seed=0)
             nbytes = native.decode_workspace(m, k, 0)
@@ -225,14 +224,15 @@ def splits(context: GpuContext) -> Iterator[Row]:
             calls: dict[str, Call] = {}
             for split, name in {-1: "own", **SPLITS}.items():
                 args = native.DecodeArgs(
-                    m=m, n=n, k=k, w_element=ELEMENTS["e2m1" if w == "mxfp4" else "e4m3"],
+                    m=m, n=n, k=k, ldw=codes.stride(0),
+                    w_element=ELEMENTS["e2m1" if w == "mxfp4" else "e4m3"],
                     x=x.data_ptr(), ldx=k, x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), ldo=n,
                     out_dtype=FLOAT_DTYPES[y.dtype], device=0, kernel=split,
                     workspace=room.data_ptr(), workspace_bytes=nbytes,
                 )  # fmt: skip
 
                 def call(i: int, args=args, forms=forms) -> None:
-                    args.w = forms[i % len(forms)].data_ptr()
+                    args.w, args.w_scales = (one.data_ptr() for one in forms[i % len(forms)])
                     binding.set_execution(args, 0)
                     assert binding.supported(native.decode(args))
 
@@ -242,7 +242,7 @@ def splits(context: GpuContext) -> Iterator[Row]:
             us = {name: times.seconds(name) / CALLS * 1e6 for name in calls}
             yield Row(
                 f"split {w[:5]}", f"M{m} {n} {k}", order[0], us[order[0]],
-                *context.bandwidth(form.numel(), us[order[0]] / 1e6), "own",
+                *context.bandwidth(nbytes_w, us[order[0]] / 1e6), "own",
                 times.ratio("own", order[0]),
                 peer_rate=", ".join(f"{name} {us[name]:.1f}" for name in ("own", *order[1:3])),
             )  # fmt: skip

@@ -34,7 +34,7 @@ from te_mx.api.explain import (
     explain_grouped,
 )
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
-from te_mx.api.gemm import GemmOutput, gemm, quantize
+from te_mx.api.gemm import GemmOutput, gemm, prepack, quantize
 from te_mx.api.grouped import grouped_gemm, grouped_linear, grouped_wgrad
 from te_mx.api.memory import checkpoint_ops, record_saved
 from te_mx.api.quantization_config import quantization_config
@@ -59,8 +59,9 @@ __all__ = [
     "Linear", "MXTensor", "__version__", "audit", "autocast", "checkpoint_ops", "convert_model",
     "distributed", "explain", "explain_grouped", "formats", "fp8_autocast", "freeze_weights",
     "gemm", "get_default_recipe", "grouped_gemm", "grouped_linear", "grouped_wgrad", "inspect",
-    "is_mxfp8_available", "make_graphed_callables", "moe", "quantization_config", "quantize",
-    "recipe", "record_saved", "revert_model", "unfreeze_weights", "use_tuned_table", "workspace",
+    "is_mxfp8_available", "make_graphed_callables", "moe", "prepack", "quantization_config",
+    "quantize", "recipe", "record_saved", "revert_model", "unfreeze_weights", "use_tuned_table",
+    "workspace",
 ]  # fmt: skip
 
 

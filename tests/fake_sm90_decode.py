@@ -8,8 +8,9 @@ import torch
 
 from te_mx import formats
 from te_mx.backends.reference import fused_math
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
+from te_mx.backends.sm90.layouts import SM90_FACTORS
 from te_mx.dispatch.fused import Activation
+from te_mx.layouts import ROWS, aligning
 
 WORKSPACE = 320  # bytes asked for by more than 16 rows
 NAMES = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", 6: "mxfp4"}
@@ -25,6 +26,8 @@ class DecodeArgs:
     """The fields of the native record."""
 
     def __init__(self, **fields: int) -> None:
+        self.ldw = self.w_scales = self.w_packed = 0
+        self.factor_rows = 1
         self.m = self.n = self.k = self.w = self.w_element = self.x = self.ldx = 0
         self.x_dtype = self.x_scales = self.x_element = self.rule = self.out = self.ldo = 0
         self.x_as_is = self.factors = self.exact = self.activates = False
@@ -86,11 +89,17 @@ def decode(a: DecodeArgs) -> int:
         rule = _RULES[a.rule] + (f":{a.amax_epsilon}" if a.amax_epsilon else "")
         codes = x_fmt.quantize(x.contiguous(), rule)
         exact = x_fmt.dequantize(*codes, a.k, torch.float64)
-    weights = at(a.w, (len(bounds), *SM90_DECODE.shapes(w_fmt, a.n, a.k)[0]))
-    rows = torch.empty((a.n, 1), dtype=torch.uint8)
+    if a.factor_rows > 1:
+        w_fmt = formats.get("fp8_e4m3_128x128")
+    layout = ROWS if not a.w_packed else SM90_FACTORS if a.factors else aligning(8)
+    (_, row_bytes), scale_shape = layout.shapes(w_fmt, a.n, a.k)
+    if a.w % 16 or a.ldw % 16:
+        return 2
+    weights = at(a.w, (len(bounds), a.n, a.ldw))[..., :row_bytes]
+    scales = at(a.w_scales, (len(bounds), *scale_shape), layout.scales_dtype(w_fmt))
     out = at(a.out, (a.m, a.n), _DTYPES[a.out_dtype]).zero_()
     for i, (first, last) in enumerate(bounds):
-        values = SM90_DECODE.values(w_fmt, weights[i], rows, a.k, torch.float64)
+        values = layout.values(w_fmt, weights[i], scales[i], a.k, torch.float64)
         sums = exact[first:last] @ values.t()
         if a.bias:
             sums += at(a.bias, (len(bounds), a.n), _DTYPES[a.bias_dtype])[i]

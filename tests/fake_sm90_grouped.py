@@ -29,6 +29,7 @@ from fake_sm90 import (  # noqa: F401
     linear_forward,
     linear_offsets,
     pack,
+    pack_frozen,
     pack_tiles,
     packed_bytes,
     quantize,
@@ -40,6 +41,7 @@ from fake_sm90 import (  # noqa: F401
     rows_first,
     sequence,
     tiles,
+    unpack_frozen,
     workspace_bytes,
 )
 from fake_sm90_codes import unpack, unpack_two  # noqa: F401

@@ -5,6 +5,7 @@
 
 #include <pybind11/stl.h>
 
+#include <array>
 #include <vector>
 
 #include "common/device.h"
@@ -12,6 +13,7 @@
 #include "record.hpp"
 #include "sequence.hpp"
 #include "te_mx/sm90_decode.h"
+#include "te_mx/sm90_frozen.h"
 
 namespace te_mx::bindings {
 namespace {
@@ -108,6 +110,26 @@ void bind_quantizers(py::module_& m) {
     const DeviceScope scope(first.execution.device);
     return number(unpack_two(first, second));
   });
+  const auto frozen = [&m](const char* name, Status (*run)(const FrozenArgs&)) {
+    m.def(name,
+          [run](const std::array<uintptr_t, 4>& plain_and_tiles, int64_t rows, int64_t k,
+                uintptr_t aside, int64_t room, uintptr_t counts, int device, uintptr_t stream) {
+            FrozenArgs args;
+            args.codes = reinterpret_cast<uint8_t*>(plain_and_tiles[0]);
+            args.scales = reinterpret_cast<uint8_t*>(plain_and_tiles[1]);
+            args.tiles = reinterpret_cast<uint8_t*>(plain_and_tiles[2]);
+            args.words = reinterpret_cast<uint32_t*>(plain_and_tiles[3]);
+            args.rows = rows, args.k = k, args.room = room;
+            args.aside = reinterpret_cast<int64_t*>(aside);
+            args.counts = reinterpret_cast<unsigned long long*>(counts);
+            args.execution.device = device;
+            args.execution.stream = reinterpret_cast<void*>(stream);
+            const DeviceScope scope(device);
+            return number(run(args));
+          });
+  };
+  frozen("pack_frozen", pack_frozen);
+  frozen("unpack_frozen", unpack_frozen);
   bind_call(m, "dequantize", dequantize);
   m.def("row_sums_workspace_bytes", &row_sums_workspace_bytes);
   bind_call(m, "row_sums", row_sums);
@@ -209,8 +231,12 @@ void bind_decode(py::module_& m) {
       .field("n", &DecodeArgs::n)
       .field("k", &DecodeArgs::k)
       .field("w", &DecodeArgs::w)
+      .field("ldw", &DecodeArgs::ldw)
+      .field("w_scales", &DecodeArgs::w_scales)
+      .field("w_packed", &DecodeArgs::w_packed)
       .field("w_element", &DecodeArgs::w_element)
       .field("factors", &DecodeArgs::factors)
+      .field("factor_rows", &DecodeArgs::factor_rows)
       .field("x", &DecodeArgs::x)
       .field("ldx", &DecodeArgs::ldx)
       .field("x_dtype", &DecodeArgs::x_dtype)

@@ -7,7 +7,7 @@ them.
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
-from te_mx._ops.gemm import gemm_2d, kept_form, worth_packing
+from te_mx._ops.gemm import gemm_2d, kept_form, standing_form, worth_packing
 from te_mx._ops.joined import quantize_joined_2d
 from te_mx._ops.quantize import (
     convert_2d,
@@ -20,6 +20,7 @@ from te_mx._ops.quantize import (
     rows_2d,
     rows_call,
 )
+from te_mx._ops.settled import held_as, plain, settled
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
 from te_mx.dispatch.forms import Forms, forms
 from te_mx.dispatch.fused import Target
@@ -44,7 +45,9 @@ __all__ = [
     "dequantize_joined_2d",
     "forms",
     "gemm_2d",
+    "held_as",
     "kept_form",
+    "plain",
     "quantize_2d",
     "quantize_joined_2d",
     "quantize_two_2d",
@@ -52,6 +55,8 @@ __all__ = [
     "restored_2d",
     "rows_2d",
     "rows_call",
+    "settled",
+    "standing_form",
     "turned",
     "worth_packing",
 ]

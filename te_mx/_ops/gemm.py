@@ -149,6 +149,17 @@ def kept_form(operand: Operand, side: str, mode: Mode, other: str = "") -> Opera
         return kernel.prepare(operand, side, problem)
 
 
+def standing_form(operand: Operand) -> Operand | None:
+    """An operand in the form that the kernel of its device for adaptive products of its format
+    reads without work, on either side; None where it reads it as it is, as on CPUs, whose forms
+    are those of one side."""
+    codes, place = operand.codes, place_of(operand.codes.device)
+    if place.device == "cpu" or codes.is_meta or codes.numel() == 0:
+        return None
+    form = kept_form(operand, "rhs", _DEFAULT_MODE)
+    return None if form.codes is codes and form.spec == operand.spec else form
+
+
 # ---------------------------------------------------------------------------------------------- ops
 _SIDE = (
     "Tensor {0}_codes, Tensor {0}_scales, Tensor? {0}_packed, str {0}_spec, "

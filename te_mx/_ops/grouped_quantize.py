@@ -12,6 +12,7 @@ from torch import Tensor
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx._ops.quantize import parts_of, quantized_of
+from te_mx._ops.settled import plain
 from te_mx.dispatch import run
 from te_mx.dispatch.grouped_calls import (
     Groups,
@@ -195,10 +196,12 @@ def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
     columns.
 
     Args:
-        row: layout "rows", logical [G, rows, cols]; the result is logical [G, cols, rows].
+        row: logical [G, rows, cols], by rows or as a weight that stands still; the result is
+            logical [G, cols, rows].
         col: its spec.
         rule: as for quantize_2d.
     """
+    row = plain(row)
     if is_direct(row.codes, row.scales):
         return _run_columns(row, col, rule)
     codes, scales, spec, groups, rows, k, _ = row

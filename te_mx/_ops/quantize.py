@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
+from te_mx._ops.settled import plain
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
@@ -105,7 +106,10 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 
 
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so."""
+    """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so. Of a
+    weight that stands still: those of the codes that it was made of."""
+    if operand.layout.reads_as:
+        operand = plain(operand)
     if is_direct(operand.codes, operand.scales):
         return run.dequantize(_dequantizable(operand, dtype), dtype)
     codes, scales, spec, rows, k, _ = operand
@@ -115,6 +119,7 @@ def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
 def dequantize_joined_2d(parts: Sequence[Operand], dtype: torch.dtype) -> Tensor:
     """The values of operands of one k, their rows behind each other: as `dequantize_2d` of each,
     written to one memory where a kernel does that."""
+    parts = [plain(part) if part.layout.reads_as else part for part in parts]
     if not is_direct(*[tensor for part in parts for tensor in part[:2]]):
         return torch.cat([dequantize_2d(part, dtype) for part in parts])
     rows = [part.rows for part in parts]

@@ -87,10 +87,10 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
     outside autocast (and for every layer that is no te_mx.Linear), "weight only" where inputs are
     not quantized, or "never ran". ``weight`` says whether the layer is frozen, and the format where
     that is not mxfp8_e4m3; ``lies`` the formats and layouts in which codes of a frozen weight lie
-    now ("mxfp8_e4m3@sm90:8 + mxfp8_e4m3@sm90_decode": for many rows and for few), and how many
-    bytes a parameter all of them take. The table has both in one column. A gradient that nobody
-    needs is "not needed": that of a weight which does not require one, or of an input, such as the
-    first layer's, where backward ran without.
+    now ("mxfp8_e4m3@sm90:8 + mxfp8_e4m3@cols"), and how many bytes a parameter all of them take.
+    The table has both in one column. A gradient that nobody needs is "not needed": that of a weight
+    which does not require one, or of an input, such as the first layer's, where backward ran
+    without.
 
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
     all, joined by " + ".

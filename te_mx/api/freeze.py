@@ -60,10 +60,11 @@ def freeze_weights(
     wanted, and in te_mx.GroupedLinear on many rows, by quantizing kept parameters at every call.
     After such a change call `unfreeze_weights`, then `freeze_weights`, and capture again.
 
-    On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 64
-    rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8 and blockwise FP8,
-    0.53 in MXFP4. A CUDA graph uses it if such a forward ran before the capture. Compiled code
-    uses it too, and notices the changes that eager code notices there.
+    A weight without a master lies once, as the kernels of its device read it for any number of
+    rows: on Hopper GPUs in 1.03 to 1.04 bytes a number in MXFP8, in tiles that the state_dict is
+    unpacked from, and 0.53 in MXFP4. Layers are frozen one after the other, so a model never takes
+    more than itself and one layer of codes. Captured graphs read the copy, and make none. The
+    kernel for at most 64 rows is in a CUDA graph if such a forward ran before the capture.
 
     Args:
         model: the modules in it that are frozen already stay so.

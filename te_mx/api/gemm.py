@@ -169,6 +169,7 @@ def quantize(
     scale_rule: str | None = None,
     rounding: str = "nearest",
     seed: int | Tensor | None = None,
+    packed: bool = False,
 ) -> MXTensor:
     """Quantize x: blocks of elements that share a scale.
 
@@ -200,6 +201,7 @@ def quantize(
             what is rounded, by random bits that depend on the seed and on the element's place.
         seed: of stochastic rounding: an int of 64 bits, or an int64 tensor [1] on the device of x,
             which a CUDA graph may change between replays.
+        packed: what `prepack` does with the result.
 
     A format may carry a random Hadamard transform, "mxfp4+rht32:0x1234abcd": every 32 (or 16)
     elements along the blocks are rotated, with signs from a mask of 32 bits, before they are
@@ -214,7 +216,9 @@ def quantize(
         ValueError: x has no dimension, no copy is asked for, a word is unknown, or seed and
             rounding do not belong together.
         NotImplementedError: forward-mode AD or a transform of torch.func follows x.
+        RuntimeError: packed, while a CUDA graph is captured.
     """
+    check_flag("packed", packed)
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if x.dtype not in FLOAT_DTYPES:
@@ -255,7 +259,47 @@ def quantize(
         rule=rule if seed is None else rule + STOCHASTIC, seed=seed,
     )[:2]  # fmt: skip
     parts = (None,) * 2 if row is None else row[:2], (None,) * 2 if col is None else col[:2]
-    return _make(x.shape, name_of(known), (*parts[0], *parts[1]), bool(columnwise and transposed))
+    held = *parts[0], *parts[1]
+    made = _make(x.shape, name_of(known), held, bool(columnwise and transposed))
+    return prepack(made) if packed else made
+
+
+def prepack(q: MXTensor) -> MXTensor:
+    """Pack a tensor that stands still, such as a weight, for all calls of te_mx.gemm that come.
+
+    Without this, te_mx.gemm packs operands inside of every call, keeps what it packed from the
+    second call on, and in a CUDA graph packs again at every replay, because their codes may be
+    written in between. Of a prepacked tensor they may not: graphs read what is packed here, which
+    lives as long as the tensor does, so keep that as long as the graph.
+
+    Every copy of q is packed as the device's kernel for precision "adaptive" and the default
+    alignment_spread reads it on either side, in about a byte an element beside the codes; others
+    read q as it is. On CPUs, and of formats that the kernel reads as they are, nothing is packed
+    before the call that asks for it. Copies on other devices and those from pickles are to be
+    prepacked again. Compiled code reads q as it is.
+
+    Args:
+        q: an MXTensor whose codes and scales nobody writes any more. te_mx.gemm raises a
+            RuntimeError when it sees that somebody did.
+
+    Returns:
+        q itself.
+
+    Raises:
+        TypeError: q is no MXTensor.
+        RuntimeError: a CUDA graph is being captured: pack before.
+    """
+    if not isinstance(q, MXTensor):
+        raise TypeError(f"q must be an MXTensor, got {type(q).__name__}; see te_mx.quantize")
+    if torch.compiler.is_compiling():
+        return q
+    if streams.capturing(q.device):
+        raise RuntimeError(
+            "te_mx.prepack: a CUDA graph is being captured, which would pack at every replay; pack "
+            "before the capture"
+        )
+    q._stand()
+    return q
 
 
 def _seed_of(

@@ -160,7 +160,10 @@ class MXTensor:
             but not in compiled code and while a CUDA graph is captured.
     """
 
-    __slots__ = ("_col_transposed", "_fmt", "_held", "_looked", "_packs", "_shape", "_uncounted")
+    __slots__ = (
+        "_col_transposed", "_fmt", "_held", "_looked", "_packs", "_shape", "_standing",
+        "_uncounted",
+    )  # fmt: skip
 
     _shape: torch.Size
     _fmt: str
@@ -173,6 +176,8 @@ class MXTensor:
     _looked: int
     # (usage, side, mode, stream) -> (versions of codes and scales, form, from the second use on)
     _packs: dict[tuple[str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
+    # usage -> the same, of copies that te_mx.prepack packed, for both sides and all streams
+    _standing: dict[str, tuple[tuple[int, int], ops.Operand]]
 
     def __init__(
         self,
@@ -227,6 +232,7 @@ class MXTensor:
         compiled = torch.compiler.is_compiling()
         put(self, "_looked", -1 if compiled or held[2] is None else _version(held[2]))
         put(self, "_packs", {})
+        put(self, "_standing", {})
         put(self, "_uncounted", False)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -393,6 +399,8 @@ class MXTensor:
         keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
         """
         operand = self.operand(usage)
+        if usage in self._standing and mode == ops.Mode():
+            return self._standing_operand(usage, side, mode)
         if operand is None or self._uncounted:
             return operand
         device = operand.codes.device
@@ -412,6 +420,30 @@ class MXTensor:
             form = ops.kept_form(operand, side, mode, other)
             self._packs[key] = (version, form)
         return form
+
+    def _standing_operand(self, usage: str, side: str, mode: ops.Mode) -> ops.Operand:
+        """The form that te_mx.prepack made of a copy. Raises RuntimeError where its codes or scales
+        were written since."""
+        version, form = self._standing[usage]
+        if self._versions(usage) != version:
+            raise RuntimeError(
+                f"{self!r} was written to after te_mx.prepack, and CUDA graphs may read what was "
+                "packed; make a new MXTensor of the codes, and prepack that"
+            )
+        device = form.codes.device
+        if not streams.capturing(device):
+            self._packs[usage, side, mode, streams.current(device)] = version, form
+        return form
+
+    def _stand(self) -> None:
+        """What te_mx.prepack does."""
+        for usage in ("rowwise", "columnwise"):
+            operand = self.operand(usage)
+            form = None if operand is None else ops.standing_form(operand)
+            if form is not None:
+                self._standing[usage] = self._versions(usage), form
+        if self._standing and self.device.type == "cuda":  # streams and graphs need not wait for it
+            torch.cuda.current_stream(self.device).synchronize()
 
     # ------------------------------------------------------------------------------------- moves,
     # copies

@@ -86,6 +86,7 @@ from te_mx.autograd.linear_recipe import (
     packs,
     roles,
     same_weight,
+    widens,
 )
 from te_mx.autograd.node import (
     outputs,
@@ -182,7 +183,7 @@ class KeptWeights(NamedTuple):
 
     def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
-        asked = weight_forms(device, settings)
+        asked = _kept(weight_forms(device, settings), settings)
         return (
             (self.col is not None or not needs_columns(settings, need_col))
             and self.row.codes.device == device
@@ -243,16 +244,19 @@ def weight_forms(device: torch.device, settings: Settings) -> Forms:
     return form if packs(settings) else form._replace(row=at_rest(settings.w))
 
 
+def _kept(form: Forms, settings: Settings) -> Forms:
+    """The same of weights that are kept, of which no copy is wider than its codes."""
+    return form._replace(row=at_rest(settings.w)) if widens(form.row) else form
+
+
 def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeights:
     """Quantize and pack weights that stand still."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
-        form = GroupForms.of(first, first, settings).w
-        row, col = quantize_weights(
-            weights, form.row, form.col if needs_columns(settings, need_col) else "",
-            rule=settings.scale_rule,
-        )  # fmt: skip
+        rule, form = settings.scale_rule, _kept(GroupForms.of(first, first, settings).w, settings)
+        columns = form.col if needs_columns(settings, need_col) else ""
+        row, col = quantize_weights(weights, form.row, columns, rule=rule)
         if not packs(settings):
             return KeptWeights(settings, row, None, Made.now(row.codes.device))
         mode, given = mode_of(settings), roles(first.device, settings, "gemm_rows")

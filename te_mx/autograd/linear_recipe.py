@@ -29,7 +29,7 @@ A weight that compiled code looks for when it runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,12 +44,14 @@ from te_mx._ops import (
     Operand,
     Quantize,
     Quantized,
+    Stack,
     Target,
     convert_2d,
     dequantize_2d,
     forms,
     gemm_2d,
     kept_form,
+    plain,
     quantize_2d,
     quantize_two_2d,
     quantized,
@@ -64,13 +66,15 @@ from te_mx.autograd.grad_target import (
 )
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
-from te_mx.dispatch.linear import Weight
+from te_mx.dispatch.linear import Weight as Parts
 from te_mx.formats.scaling import is_stochastic
+from te_mx.layouts import ROWS, spec_of
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import current
 
 _known = derived()
+Weight = TypeVar("Weight", Operand, Stack, Operand | Stack)
 
 
 class Sought(NamedTuple):
@@ -184,6 +188,12 @@ def at_rest(fmt: str) -> str:
     return f"{fmt}@rows"
 
 
+def widens(spec: str) -> bool:
+    """Whether codes of fewer than 8 bits take a byte each in a copy of this spec."""
+    fmt, layout = spec_of(spec)
+    return fmt.element.bits < 8 and layout is not ROWS
+
+
 # ------------------------------------------------------------------------------------------- input
 class Input(NamedTuple):
     """How the input of a linear step is quantized. `keep`: wgrad needs the input itself."""
@@ -282,9 +292,21 @@ def kept_for_dgrad(
     return Kept.itself(weight_NK) if col is None else Kept.operand(col)
 
 
+def serving(held: Weight, settings: Settings) -> Weight:
+    """A weight that lies once, as fprop with these settings reads it: as it is, unless only by
+    rows."""
+    layout, device = held.layout, held.codes.device
+    if layout is ROWS:
+        return held
+    op = "gemm_rows" if isinstance(held, Stack) else "gemm"
+    wanted = roles(device, settings, op).w.row.partition("@")[2]
+    return held if wanted == (layout.reads_as or layout.name) else plain(held)
+
+
 def columns_of(row: Operand, settings: Settings) -> Operand:
-    """The columnwise operand of a weight of which only plain rowwise codes are left: these codes
+    """The columnwise operand of a weight of which only rowwise codes are left: these codes
     where blocks are square, else what they decode to, quantized again."""
+    row = plain(row)
     if row.format.is_square and row.format.name == settings.w_columns:
         return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
     return quantized_columns(dequantize_2d(row, row.format.exact_dtype), "w", settings)
@@ -469,10 +491,10 @@ class KeptWeight(NamedTuple):
         )
 
 
-def parts_of(kept: KeptWeight) -> Weight:
+def parts_of(kept: KeptWeight) -> Parts:
     """Its operands as whole layers in one call take them."""
     row, col = kept.row, kept.col
-    return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
+    return Parts((row.codes, row.scales), None if col is None else (col.codes, col.scales))
 
 
 def on_codes(settings: Settings) -> Settings:
@@ -492,18 +514,21 @@ def on_codes(settings: Settings) -> Settings:
 
 
 def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
-    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
+    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept, or
+    have fewer bits than packed ones."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         device = weight_NK.device
-        row, col, _ = quantized(
-            weight_NK, plan_weight(device, settings, needs_columns(settings, need_dx))
-        )
+        target = plan_weight(device, settings, needs_columns(settings, need_dx))
+        narrow = widens(target.row)
+        if narrow:
+            target = target._replace(row=at_rest(settings.w))
+        row, col, _ = quantized(weight_NK, target)
         assert row is not None
         if not packs(settings):
             return KeptWeight(settings, row, None, Made.now(device))
         mode, given = mode_of(settings), roles(device, settings)
-        row = kept_form(row, "rhs", mode, given.x.row)
+        row = row if narrow else kept_form(row, "rhs", mode, given.x.row)
         if col is not None:
             col = kept_form(col, "rhs", mode, given.g.row)
     return KeptWeight(settings, row, col, Made.now(device))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand, dequantize_joined_2d, quantize_joined_2d
+from te_mx._ops import Operand, dequantize_joined_2d, plain, quantize_joined_2d
 from te_mx.autograd import linear_recipe
 from te_mx.autograd.linear_recipe import KeptWeight
 from te_mx.autograd.saved import Kept
@@ -67,9 +67,11 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
-    """One weight of parts that are plain rowwise codes."""
+    """One weight of parts that are rowwise codes."""
     first = parts[0]
     if len(parts) > 1:
+        parts = [plain(one) for one in parts]
+        first = parts[0]
         codes, scales = (torch.cat(both) for both in zip(*[one[:2] for one in parts], strict=True))
         rows = sum(one.rows for one in parts)
         first = first._replace(codes=codes, scales=scales, rows=rows, packed=None)

@@ -36,6 +36,7 @@ from te_mx.backends.sm90 import layer as _sm90_layer
 from te_mx.backends.sm90 import linear as _sm90_linear
 from te_mx.backends.sm90 import moe as _sm90_moe
 from te_mx.backends.sm90 import quantize as _sm90_quantize
+from te_mx.backends.sm90 import rest as _sm90_rest
 from te_mx.dispatch.problem import register_level
 
 register_level("cpu", _isa, ISA_LEVELS, _missing_reason)
@@ -45,7 +46,7 @@ KERNEL_FILES = (
     _fused, _gemm, _grouped, _moe, _moe_align, _quantize,
     _sm90_blockwise, _sm90_codes, _sm90_decode, _sm90_experts, _sm90_fused, _sm90_gemm,
     _sm90_grouped, _sm90_grouped_apart, _sm90_grouped_blockwise, _sm90_grouped_fused,
-    _sm90_grouped_tokens, _sm90_layer, _sm90_linear, _sm90_moe, _sm90_quantize,
+    _sm90_grouped_tokens, _sm90_layer, _sm90_linear, _sm90_moe, _sm90_quantize, _sm90_rest,
 )  # fmt: skip
 COST_FILES = _cpu_cost, _sm90_cost
 NAME_FILES = (_device_names,)

@@ -30,6 +30,7 @@ _ORDERS = {
     "sm90_factors": "sm90",
     "sm90_factors_rows": "sm90_rows",
     "sm90_factors_k": "sm90_k",
+    "sm90_frozen": "sm90",
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows

@@ -1,4 +1,5 @@
-"""What kernels are that run a linear layer in one call each way, or once without gradients."""
+"""What kernels are that run a linear layer in one call each way, or once without gradients, and
+that keep weights which stand still."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx import layouts
 from te_mx.dispatch.kernels import Kernel
+from te_mx.layouts import Layout
+from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
@@ -141,15 +145,35 @@ class FrozenCall(NamedTuple):
 
 
 class FrozenKernel(Kernel):
-    """Multiplies few rows with weights that stand still, which lie in a form of the kernel's own:
-    quantizes the rows and multiplies, without gradients. A plan takes a FrozenCall and gives (the
-    result [..., n], the name of the kernel that multiplied). gates: the activations of a Gate that
-    it computes as it reads x."""
+    """Multiplies few rows with weights that stand still, which lie as other kernels find them or in
+    a form of the kernel's own: quantizes the rows and multiplies, without gradients. A plan takes a
+    FrozenCall and gives (the result [..., n], the name of the kernel that multiplied). gates: the
+    activations of a Gate that it computes as it reads x."""
 
     op = "linear_frozen"
     gates: tuple[str, ...] = ()
 
+    def reads(self, layout: Layout) -> bool:
+        """Whether `form` takes copies in a layout of other kernels, not in "rows" alone."""
+        return layout is layouts.ROWS
+
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
-        """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None
+        """The rowwise copy of a weight, or of those of groups, in that form, perhaps itself; None
         for what native code does not take. Waits for the device."""
+        raise NotImplementedError
+
+
+class RestKernel(Kernel):
+    """The one copy of a weight, or of those of groups, that the kernels of a device read; problems
+    have its format as lhs. layout: where it lies."""
+
+    op = "rest"
+    layout = "rows"
+
+    def rest(self, row: Operand | Stack) -> Operand | Stack:
+        """Made of rowwise codes and scales. Waits for the device."""
+        raise NotImplementedError
+
+    def plain(self, held: Operand | Stack) -> Parts:
+        """The codes and scales that it was made of, by rows."""
         raise NotImplementedError

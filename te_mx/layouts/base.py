@@ -48,6 +48,7 @@ class Layout:
     exact = True  # unpacking gives back the codes and scales that were packed
     of_matrices = True  # False: only the tokens of groups lie so
     refused = "formats of other elements or blocks"  # what it does not take, for errors
+    reads_as = ""  # of weights that stand still: as which layout products read them, if not this
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
     alone = ""  # of packed tokens: the layout of a group's part by itself
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one
@@ -82,6 +83,15 @@ class Layout:
     def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """The other way. Raises NotImplementedError where bytes cannot be given back."""
         raise NotImplementedError(f"layout {self.name!r} does not give its bytes back")
+
+    def plain(self, fmt: Format, held: Any, k: int) -> Parts:
+        """As `unpack`, of an Operand or a Stack with what lies aside."""
+        if held.codes.dim() == 2:
+            return self.unpack(fmt, held.codes, held.scales, k)
+        each = [self.unpack(fmt, *one, k) for one in zip(held.codes, held.scales, strict=True)]
+        return torch.stack([codes for codes, _ in each]), torch.stack(
+            [scales for _, scales in each]
+        )
 
     def values(
         self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype

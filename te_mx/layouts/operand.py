@@ -22,7 +22,8 @@ class Operand(NamedTuple):
 
     `spec` says what codes and scales are and how they lie, "<format>@<layout>". The sizes are
     stored, never guessed from the shape of the codes. `packed` is a form that a CPU kernel made of
-    the same codes for itself, or None.
+    the same codes for itself, what lies aside of a weight that stands still in its layout, or
+    None.
     """
 
     codes: Tensor

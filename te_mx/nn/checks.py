@@ -119,8 +119,8 @@ class Checked:
         who = "te_mx" if settings is None else f"the recipe in force ({settings.formats})"
         return f"{self._label()}: {who} takes"
 
-    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a weight without a master."""
+    def _stored(self, key: str) -> tuple[Tensor, ...]:
+        """What holds a weight without a master; its codes first."""
         raise NotImplementedError
 
     def _checked(self, inp: Tensor) -> tuple[Any, Any, Any]:
@@ -206,7 +206,7 @@ class Checked:
     def _check_codes(self, keys: Sequence[str], device: torch.device) -> None:
         """Raise unless the codes of weights without a master are on this device."""
         for key in keys:
-            codes, _ = self._codes(key)
+            codes = self._stored(key)[0]
             if codes.device != device:
                 raise ValueError(
                     f"{self._label()}: inp is on {device} and {key}_codes on {codes.device}; move "

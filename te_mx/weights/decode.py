@@ -1,5 +1,5 @@
-"""Few rows on weights that stand still: they are kept once more, in the form of a kernel for few
-rows, from the first call on that this kernel takes.
+"""Few rows on weights that stand still: a kernel for few rows reads them as they lie, or keeps
+them once more in a form of its own, from the first call on that it takes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Forms:
 class Weight(NamedTuple):
     """A weight [n, k] of a module that stands still, or those of groups (0: one weight), in format
     fmt. row: gives the rowwise copy, layout "rows"; made_of: as of a Form, () where changes would
-    not be seen; lies: the layout that other kernels would find it in, "any": plain."""
+    not be seen; lies: the layout that other kernels would find it in, "any": plain; given: the copy
+    that lies so."""
 
     forms: Forms
     key: str
@@ -68,6 +69,7 @@ class Weight(NamedTuple):
     row: Callable[[], Operand | Stack]
     groups: int = 0
     lies: str = "any"
+    given: Operand | Stack | None = None
 
 
 def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
@@ -165,7 +167,9 @@ def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand
         if capture:
             return None
         with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
-            form = Form(kernel.form(weight.row()), weight.made_of)
+            given = weight.given
+            row = given if given is not None and kernel.reads(given.layout) else weight.row()
+            form = Form(kernel.form(row), weight.made_of)
         forms.made[weight.key] = form
         if device.type == "cuda":  # other streams, and kernels that start early, need not wait
             torch.cuda.current_stream(device).synchronize()

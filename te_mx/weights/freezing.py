@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx import formats
-from te_mx._ops import FLOAT_DTYPES, Operand, Stack, quantize_2d
+from te_mx._ops import FLOAT_DTYPES, Operand, Stack, held_as, plain, quantize_2d, settled
 from te_mx.autograd.linear_recipe import at_rest, kept_weight
+from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Mixed, Settings
 from te_mx.torch_internals import is_managed
 from te_mx.weights import formats as frozen_formats
@@ -38,6 +38,7 @@ class Freezable(Sourced):
         None  # the quantization_config that says so (weights/missing.py)
     )
     _weight_keys: tuple[str, ...] = ("weight",)
+    _lies: Mapping[str, str] = MappingProxyType({})  # layouts of weights without masters, by key
 
     # -------------------------------------------------- what a module family says of its weights
     def _whole(self, key: str) -> Tensor:
@@ -81,12 +82,12 @@ class Freezable(Sourced):
         """The weight quantized, and packed for the kernels, for several calls."""
         return kept_weight(here(self._whole(key)), settings, need_dx)
 
-    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Rowwise codes and scales of the weight."""
+    def _plain_codes(self, key: str, settings: Settings) -> Operand | Stack:
+        """The weight, quantized rowwise."""
         weight = here(self._whole(key)).detach()
         row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
         assert row is not None
-        return row.codes, row.scales
+        return row
 
     def _masters(self, key: str) -> dict[str, Tensor]:
         """Values of the codes, by the names of the parameters that take them."""
@@ -122,7 +123,8 @@ class Freezable(Sourced):
         source = self._source
         frozen = source if isinstance(source, Frozen) else Frozen(settings)
         if not frozen.dropped and drop_master:
-            made = {key: self._plain_codes(key, frozen.settings) for key in self._weight_keys}
+            keys, own = self._weight_keys, frozen.settings
+            made = {key: settled(self._plain_codes(key, own)) for key in keys}
             self._mark_frozen(frozen)
             parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
             names = [name for key in made for name in self._held_by(key)]
@@ -152,7 +154,11 @@ class Freezable(Sourced):
             self._mark_frozen(frozen)
         elif frozen.settings.w != settings.w:
             self.__dict__.pop("_saved_as", None)  # names of another format
-        self._drop_masters(frozen, made)
+        held: dict[str, Operand | Stack] = {}
+        for key, (codes, scales) in made.items():
+            row = held_as((codes, scales), at_rest(settings.w), frozen.shapes[key])
+            held[key] = settled(row)
+        self._drop_masters(frozen, held)
         self._source = frozen.frozen_to(settings, frozen.fixed if fixed is None else fixed, True)
 
     @torch.no_grad()
@@ -176,8 +182,9 @@ class Freezable(Sourced):
                     tied = nn.Parameter(value)
                 self.register_parameter(name, tied)
             for key in self._weight_keys:
-                delattr(self, f"{key}_codes")
-                delattr(self, f"{key}_scale")
+                for part in ("codes", "scale", "aside"):
+                    delattr(self, f"{key}_{part}")
+            self.__dict__.pop("_lies", None)
         del self._source
         self.__dict__.pop("_saved_as", None)
         for name, parameter in self.named_parameters():
@@ -201,21 +208,37 @@ class Freezable(Sourced):
             above.distributed.attach(self)
         self._source.renewed(self)
 
-    def _drop_masters(self, frozen: Frozen, made: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace the weights of a module by rowwise codes and scales, in the weight format of the
-        settings of `frozen`; those of groups have one dimension more."""
+    def _drop_masters(self, frozen: Frozen, made: Mapping[str, Operand | Stack]) -> None:
+        """Replace the weights of a module by codes, in the weight format of the settings of
+        `frozen`; those of groups have one dimension more."""
         assert isinstance(self, nn.Module)
         frozen.kept.clear()
         frozen.sources.clear()
-        for key, (codes, scales) in made.items():
+        for key, held in made.items():
             for name in self._held_by(key):
                 self.register_parameter(name, None)
-            # The state_dict has them under other names and dtypes. As uint8 they pass through
-            # .to(dtype) unharmed, fp32 scales by their bytes.
-            self.register_buffer(f"{key}_codes", codes, persistent=False)
-            self.register_buffer(f"{key}_scale", scales.view(torch.uint8), persistent=False)
+            self._hold(key, held)
         self._source = frozen.frozen_to(frozen.settings, frozen.fixed, True)
         register(self)
+
+    def _hold(self, key: str, held: Operand | Stack) -> None:
+        """Make this the one copy of a weight without a master."""
+        assert isinstance(self, nn.Module)
+        codes, scales = held.codes, held.scales
+        # The state_dict has them under other names and dtypes. As integers they pass through
+        # .to(dtype) unharmed, fp32 scales by their bytes.
+        scales = scales.view(torch.uint8) if scales.is_floating_point() else scales
+        for part, tensor in (("codes", codes), ("scale", scales), ("aside", held.packed)):
+            self.register_buffer(f"{key}_{part}", tensor, persistent=False)
+        self._lies = {**self._lies, key: held.layout.name}
+
+    def _rest(self) -> None:
+        """Hold weights without masters as their device, which may be another one now, keeps
+        them."""
+        for key in self._weight_keys:
+            held = self._one_copy(key)
+            if (made := settled(held)) is not held:
+                self._hold(key, made)
 
     def _held_tensors(self, key: str) -> list[Tensor] | None:
         """What the module holds of a weight: parameters in order, or the buffers of one without a
@@ -240,14 +263,22 @@ class Freezable(Sourced):
             raise AttributeError("qweight: the module holds its weights")
         return getattr(self, f"{self._weight_keys[0]}_codes")
 
-    def _stored(self, key: str) -> tuple[Tensor, Tensor]:
+    def _stored(self, key: str) -> tuple[Tensor, ...]:
         """The buffers of a weight without a master."""
-        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
+        aside = getattr(self, f"{key}_aside")
+        parts = getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
+        return parts if aside is None else (*parts, aside)
+
+    def _one_copy(self, key: str) -> Operand | Stack:
+        """The one copy of a weight without a master."""
+        assert isinstance(self._source, QuantizedOnly)
+        spec = f"{self._source.settings.w}@{self._lies[key]}"
+        return held_as(self._stored(key), spec, self._source.shapes[key])
 
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
-        assert isinstance(self._source, QuantizedOnly)
-        codes, scales = self._stored(key)
-        return codes, scales.view(formats.get(self._source.settings.w).scaling.storage)
+        """Codes and scales of a weight without a master, by rows."""
+        made = plain(self._one_copy(key))
+        return made.codes, made.scales
 
     def _shape_of(self, key: str) -> tuple[int, ...]:
         """The shape of the weight, also where only its codes are left."""
@@ -280,10 +311,9 @@ def lies(module: Freezable, *keys: str) -> str:
     if not numbers:
         return ""
     packed = [copy.packed for copy in found if copy.packed is not None]
-    specs = [
-        *dict.fromkeys(copy.spec for copy in found),
-        *(["packed for the CPU"] if packed else []),
-    ]
+    specs = [*dict.fromkeys(copy.spec for copy in found)]
+    if any(copy.packed is not None and copy.layout is ROWS for copy in found):
+        specs.append("packed for the CPU")
     held = [t for copy in found for t in (copy.codes, copy.scales)] + packed
     each = sum(tensor.nbytes for tensor in held) / numbers
     return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"

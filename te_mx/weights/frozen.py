@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from te_mx import layouts
-from te_mx._ops import Operand, Stack, capturing, dequantize_2d
+from te_mx._ops import Operand, Stack, capturing, dequantize_2d, plain
 from te_mx._ops.library import is_direct
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.grouped import GroupedCall, grouped_on_codes
 from te_mx.autograd.linear import Call, linear_on_codes
-from te_mx.autograd.linear_recipe import KeptWeight, at_rest, on_codes
+from te_mx.autograd.linear_recipe import KeptWeight, on_codes, serving
 from te_mx.autograd.saved import flatten, unflatten
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.grouped_calls import Groups
@@ -243,14 +243,13 @@ class Frozen(WeightSource):
         def row() -> Operand | Stack:
             if given.layout is layouts.ROWS:
                 return given
-            codes, scales = layer._plain_codes(key, kept.settings)
-            spec = at_rest(kept.settings.w)
-            return given._replace(codes=codes, scales=scales, spec=spec, packed=None)
+            return layer._plain_codes(key, kept.settings)
 
         given: Operand | Stack = kept.row
         lies = "any" if given.layout is layouts.ROWS else given.layout.name
         n, k = size
-        return decode.Weight(self.few_rows, key, n, k, kept.settings.w, (kept,), row, groups, lies)
+        fmt = kept.settings.w
+        return decode.Weight(self.few_rows, key, n, k, fmt, (kept,), row, groups, lies, given)
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
         if layer._tokens is not None or is_tracing():
@@ -294,8 +293,8 @@ class Frozen(WeightSource):
 
 
 class QuantizedOnly(Frozen):
-    """Rowwise codes and scales, which are the weights: buffers of the module, and in its
-    state_dict."""
+    """Codes and scales, which are the weights: one copy in buffers of the module, as its device
+    reads them, and by rows in its state_dict."""
 
     dropped = True
     _word = "frozen, no master"
@@ -308,16 +307,12 @@ class QuantizedOnly(Frozen):
     def saved(self) -> tuple[str, bool] | None:  # type: ignore[override]
         return self.settings.w, self.fixed.weight_only
 
-    def row(self, layer: Any, key: str) -> Operand | Stack:
-        """The weight for fprop."""
-        codes, scales = layer._codes(key)
-        *groups, rows, k = self.shapes[key]
-        spec = at_rest(self.settings.w)
-        if groups:
-            return Stack(codes, scales, spec, groups[0], rows, k)
-        return Operand(codes, scales, spec, rows, k)
+    def row(self, layer: Any, key: str, settings: Settings) -> Operand | Stack:
+        """The weight for fprop with these settings."""
+        return serving(layer._one_copy(key), settings)
 
     def renewed(self, layer: Any) -> None:
+        layer._rest()
         register(layer)
 
     def save(self, layer: Any, destination: Any, prefix: str) -> None:
@@ -352,7 +347,7 @@ class QuantizedOnly(Frozen):
         self, layer: Any, key: str, settings: Settings, first: bool | None, device: torch.device,
         need_dx: bool,
     ) -> Any:  # fmt: skip
-        return KeptWeight(settings, self.row(layer, key), None)
+        return KeptWeight(settings, self.row(layer, key, settings), None)
 
     def prepared(
         self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
@@ -367,17 +362,18 @@ class QuantizedOnly(Frozen):
     ) -> Tensor:  # fmt: skip
         if weight is not None:
             self._refuse_given(layer)
-        row, dtype, tag = self.row(layer, "weight"), output_dtype(x), layer._tag_now()
+        dtype, tag = output_dtype(x), layer._tag_now()
         if is_tracing():
             made = traced.traced(layer, "weight", x, bias, settings, dtype)
         else:
-            made = self._few(layer, x, (row.rows, row.k), bias, settings, tag)
+            made = self._few(layer, x, self.shapes["weight"], bias, settings, tag)
         if made is not None:
             return made
+        row = self.row(layer, "weight", settings)
         return self._steps(x, row, bias, Call(settings, dtype, tag, tokens=layer._tokens))
 
     def _few(
-        self, layer: Any, x: Tensor, size: tuple[int, int], bias: Tensor | None, settings: Settings,
+        self, layer: Any, x: Tensor, size: Sequence[int], bias: Tensor | None, settings: Settings,
         tag: int,
     ) -> Tensor | None:  # fmt: skip
         if not self.decodes_now(layer, x):
@@ -397,7 +393,7 @@ class QuantizedOnly(Frozen):
         made = self._few_groups(layer, key, x, groups, biases, settings, None)
         if made is not None:
             return made
-        row: Any = self.row(layer, key)
+        row: Any = self.row(layer, key, settings)
         bias_GN, tag = layer._stacked_bias(biases), tag_for(layer, key)
         call = GroupedCall(groups.capacity, settings, output_dtype(x), bias_GN is not None, tag=tag)
         return self._grouped_steps(x, groups, row, bias_GN, call)
@@ -416,11 +412,13 @@ class QuantizedOnly(Frozen):
     def weight(
         self, layer: Any, key: str, kept: Any, size: Sequence[int], groups: int = 0
     ) -> decode.Weight:
-        row, (n, k) = self.row(layer, key), size
-        made_of = decode.state(*layer._stored(key))
+        n, k = size
+        made_of, held = decode.state(*layer._stored(key)), layer._one_copy(key)
+        lies = "any" if held.layout is layouts.ROWS else held.layout.name
+        forms, fmt = self.few_rows, self.settings.w
         return decode.Weight(
-            self.few_rows, key, n, k, row.format.name, made_of, lambda: row, groups
-        )
+            forms, key, n, k, fmt, made_of, lambda: plain(held), groups, lies, held
+        )  # fmt: skip
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
         if layer._tokens is not None or is_tracing():
@@ -434,23 +432,23 @@ class QuantizedOnly(Frozen):
         raise kind(message)
 
     def codes(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((key, layer._codes(key)[0]) for key in layer._weight_keys)
+        return ((key, layer._stored(key)[0]) for key in layer._weight_keys)
 
     def dtype(self, layer: Any, key: str) -> torch.dtype:
         return self.dtypes[key]
 
     def values(self, layer: Any, key: str) -> Tensor:
-        row, dtype = self.row(layer, key), self.dtypes[key]
+        row, dtype = plain(layer._one_copy(key)), self.dtypes[key]
         if isinstance(row, Stack):
             groups = [dequantize_2d(row.group(i), dtype) for i in range(row.groups)]
             return weight_parts.stack(groups)
         return dequantize_2d(row, dtype)
 
     def read(self, layer: Any, key: str) -> list[Tensor]:
-        return [layer._codes(key)[0]]
+        return [layer._stored(key)[0]]
 
     def copies(self, layer: Any, key: str) -> list[Any]:
-        return [self.row(layer, key), *super().copies(layer, key)[1:]]
+        return [layer._one_copy(key), *super().copies(layer, key)[1:]]
 
 
 class WeightOnly(QuantizedOnly):
@@ -467,7 +465,7 @@ class WeightOnly(QuantizedOnly):
         return tuple([one._replace(product=AsIs(one.product, one.kept.row)) for one in made])
 
     def _few(
-        self, layer: Any, x: Tensor, size: tuple[int, int], bias: Tensor | None, settings: Settings,
+        self, layer: Any, x: Tensor, size: Sequence[int], bias: Tensor | None, settings: Settings,
         tag: int,
     ) -> Tensor | None:  # fmt: skip
         dtype = output_dtype(x)

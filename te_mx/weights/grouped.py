@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import Stack
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import KeptWeights, kept_weights
@@ -31,10 +32,9 @@ class OfGroups(Freezable):
     def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
         return kept_weights([w.detach() for w in self._each_of(key)], settings, need_dx)
 
-    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
+    def _plain_codes(self, key: str, settings: Settings) -> Stack:
         weights = [w.detach() for w in self._each_of(key)]
-        row, _ = quantize_weights(weights, at_rest(settings.w), rule=settings.weight_rule)
-        return row.codes, row.scales
+        return quantize_weights(weights, at_rest(settings.w), rule=settings.weight_rule)[0]
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""

@@ -300,7 +300,7 @@ def read_codes(
                 "parameters_split or a parametrized weight; build it without"
             )
             return nothing
-        held = module._codes(key)[0] if dropped else module._sample(key)
+        held = module._stored(key)[0] if dropped else module._sample(key)
         shape = module._shape_of(key)
         code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end, shape)
         problem = _problem(code, scale, shape, settings.w)

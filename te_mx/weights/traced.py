@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx import formats
-from te_mx._ops import Epilogue, Operand, Stack, Target, capturing, checks, gemm_2d
+from te_mx._ops import Epilogue, Operand, Target, capturing, checks, gemm_2d, held_as
 from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx._ops.quantize import rows_beyond_2d
@@ -48,6 +47,7 @@ from te_mx.autograd.linear_recipe import (
     plan_input,
     plan_weight,
     quantized_input,
+    serving,
     weight_operands,
 )
 from te_mx.autograd.node import needs_gradient, tag_of
@@ -62,6 +62,7 @@ from te_mx.torch_internals import constant_in_graphs
 from te_mx.weights import decode, weight_only
 from te_mx.weights.changes import owner_of
 
+# The last two perhaps with the layout of the codes behind: "codes@rows".
 MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
 
 
@@ -90,7 +91,7 @@ class Traced(NamedTuple):
 
     def target(self, device: torch.device) -> Target | None:
         """How what makes the rows quantizes them too, None where nobody would read that."""
-        if not self.any_number or _how(self.module) == AS_IS:
+        if not self.any_number or _is_as_is(self.module):
             return None
         return plan_input(device, self.settings, False).target
 
@@ -108,7 +109,7 @@ class Traced(NamedTuple):
         codes, scales, spec = (None, None, "") if row is None else row[:3]
         return FROZEN_PRODUCT(
             x, codes, scales, spec, most if any_number else -1, held, bias, offs, key,
-            _how(module), words, n, act or "", out_dtype,
+            _how(module, key), words, n, act or "", out_dtype,
         )  # fmt: skip
 
 
@@ -123,12 +124,12 @@ def ready(
     if not _holds(module, key):
         return None
     *groups, n, k = module._shape_of(key)
-    how, fmt, lies = _how(module), settings.w, "rows"
-    if how != MASTERS:
-        fmt = module._source.settings.w
+    fmt, lies = settings.w, "rows"
+    if module._source.dropped:
+        fmt, lies = module._source.settings.w, module._lies[key]
     elif not groups:
         lies = plan_weight(x.device, settings, False).row.partition("@")[2]
-    as_is = how == AS_IS
+    as_is = _is_as_is(module)
     specs = "" if as_is else f"{settings.x}@any", f"{fmt}@{'any' if lies == 'rows' else lies}"
     words = decode.ANY_RULE if as_is else settings.scale_rule, settings.precision
     sizes = groups[0] if groups else 0, n, k
@@ -196,11 +197,15 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _how(module: Any) -> str:
+def _how(module: Any, key: str) -> str:
     """What the op is given of a weight of this module."""
     if not module._source.dropped:
         return MASTERS
-    return CODES if module._source.quantizes_inputs else AS_IS
+    return f"{AS_IS if _is_as_is(module) else CODES}@{module._lies[key]}"
+
+
+def _is_as_is(module: Any) -> bool:
+    return module._source.dropped and not module._source.quantizes_inputs
 
 
 # A graph keeps the kernels that were there when it was made.
@@ -224,7 +229,13 @@ def _most_rows(
 def _run(x: Tensor, *args: Any) -> Tensor:
     codes, scales, spec, most, weights, bias, offs, key, how, words, n, act, out_dtype = args
     settings, groups = of_words(words), 0 if offs is None else len(offs)
-    _check(x, weights, bias, offs, how, settings, n)
+    how, _, lies = how.partition("@")
+    _check(x, weights, bias, offs, how, n)
+    held: Any = weights
+    if how != MASTERS:
+        shape = (n, x.shape[-1]) if offs is None else (groups, n, x.shape[-1])
+        w_spec = f"{settings.w}@{lies}" if lies else at_rest(settings.w)
+        held = held_as(weights, w_spec, shape).checked("the weight")
     checks.float_dtype(out_dtype)
     owner, kept, tag = _known(weights, key, settings, x.device, how)
     rows = x.numel() // max(x.shape[-1], 1)
@@ -242,12 +253,12 @@ def _run(x: Tensor, *args: Any) -> Tensor:
         row = Operand(codes, scales, spec, rows, x.shape[-1]).checked("the input")
         gelu = Activation(act).gelu_form if act else None
         epilogue = Epilogue(bias, gelu)
-        made = _of_codes(row, weights, epilogue, kept, settings, (how, n, out_dtype, tag))
+        made = _of_codes(row, held, epilogue, kept, settings, (how, n, out_dtype, tag))
         return unflatten(activation(made, Activation(act)) if act and not gelu else made, x)
     if offs is None:
-        made = _dense(x, weights, bias, kept, settings, (how, n, out_dtype, tag))
+        made = _dense(x, held, bias, kept, settings, (how, n, out_dtype, tag))
     else:
-        made = _grouped(x, (weights, bias, offs), kept, settings, (how, n, out_dtype, tag))
+        made = _grouped(x, (held, bias, offs), kept, settings, (how, n, out_dtype, tag))
     if not act:
         return made
     return activation(flatten(made), Activation(act)).view_as(made)
@@ -255,7 +266,7 @@ def _run(x: Tensor, *args: Any) -> Tensor:
 
 def _check(
     x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, how: str,
-    settings: Settings, n: int,
+    n: int,
 ) -> None:  # fmt: skip
     """Raise ValueError unless x [.., k], weights [n, k], of which there are some of codes only, or
     one for each group, and a bias [n] of each belong together."""
@@ -271,12 +282,8 @@ def _check(
         raise ValueError(f"te_mx: bias must be {[*groups, n]}, got {tuple(bias.shape)}")
     if how == MASTERS:
         _check_masters(weights, groups, n, x.shape[-1])
-    elif len(weights) != 2:
-        raise ValueError(f"te_mx: a weight of codes is two tensors, got {len(weights)}")
-    elif groups:
-        _stack(weights, settings, *groups, n, x.shape[-1])
-    else:
-        _operand(weights, settings, n, x.shape[-1])
+    elif len(weights) not in (2, 3):
+        raise ValueError(f"te_mx: a weight of codes is two tensors or three, got {len(weights)}")
 
 
 def _check_masters(weights: list[Tensor], groups: tuple[int, ...], n: int, k: int) -> None:
@@ -289,15 +296,6 @@ def _check_masters(weights: list[Tensor], groups: tuple[int, ...], n: int, k: in
         fits = fits and sum(shape[0] for shape in shapes) == n
     if not (shapes and fits) and not (stacked and shapes[0] == (*groups, n, k)):
         raise ValueError(f"te_mx: weights must make {[*groups, n, k]}, got {shapes}")
-
-
-def _operand(weights: list[Tensor], settings: Settings, n: int, k: int) -> Operand:
-    return Operand(*_codes(weights, settings), at_rest(settings.w), n, k).checked("the weight")
-
-
-def _stack(weights: list[Tensor], settings: Settings, groups: int, n: int, k: int) -> Stack:
-    codes, scales = _codes(weights, settings)
-    return Stack(codes, scales, at_rest(settings.w), groups, n, k).checked("the weights")
 
 
 def _known(
@@ -325,61 +323,55 @@ def _kept(owner: Any, key: str, settings: Settings, device: torch.device) -> Any
 
 
 def _dense(
-    x: Tensor, weights: list[Tensor], bias: Tensor | None, kept: Any, settings: Settings,
+    x: Tensor, held: Any, bias: Tensor | None, kept: Any, settings: Settings,
     rest: tuple[str, int, torch.dtype, int],
 ) -> Tensor:  # fmt: skip
-    """The steps of te_mx.Linear."""
-    how, n, dtype, tag = rest
+    """The steps of te_mx.Linear. held: masters, or an Operand of codes."""
+    how, _, dtype, tag = rest
     call = Call(settings, dtype, tag, kept)
     if how == MASTERS:
-        return linear(x, _joined(weights), bias, call)
-    row = _operand(weights, settings, n, x.shape[-1])
+        return linear(x, _joined(held), bias, call)
     if how == AS_IS:
-        return weight_only.linear(x, row, bias, dtype, tag)
-    return linear_on_codes(x, row, bias, call)
+        return weight_only.linear(x, held, bias, dtype, tag)
+    return linear_on_codes(x, serving(held, settings), bias, call)
 
 
 def _of_codes(
-    row: Operand, weights: list[Tensor], epilogue: Epilogue, kept: Any, settings: Settings,
+    row: Operand, held: Any, epilogue: Epilogue, kept: Any, settings: Settings,
     rest: tuple[str, int, torch.dtype, int],
 ) -> Tensor:  # fmt: skip
     """[rows, n] of rows that are quantized."""
-    how, n, dtype, tag = rest
+    how, _, dtype, tag = rest
     with torch.no_grad():
         if how == MASTERS:
-            whole = None if kept is not None else _joined(weights)
+            whole = None if kept is not None else _joined(held)
             w_row, _ = weight_operands(kept, whole, settings, False)
         else:
-            w_row = Operand(*_codes(weights, settings), at_rest(settings.w), n, row.k)
+            w_row = serving(held, settings)
         return gemm_2d(
             row, w_row, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings)
         ).out  # fmt: skip
 
 
 def _grouped(
-    x: Tensor, held: tuple[list[Tensor], Tensor | None, Tensor], kept: Any, settings: Settings,
+    x: Tensor, held: tuple[Any, Tensor | None, Tensor], kept: Any, settings: Settings,
     rest: tuple[str, int, torch.dtype, int],
 ) -> Tensor:  # fmt: skip
     """The steps of te_mx.GroupedLinear."""
-    (weights, bias, offs), (how, n, dtype, tag) = held, rest
+    (weights, bias, offs), (how, _, dtype, tag) = held, rest
     call = GroupedCall(0, settings, dtype, bias is not None, kept, tag)
     if how == MASTERS:
         stacked = weights[0].dim() == 3
         biases: Any = () if bias is None else (bias,) if stacked else bias.unbind(0)
         return grouped_linear(x, offs, (*weights, *biases), call)
-    row = _stack(weights, settings, len(offs), n, x.shape[-1])
     if how == AS_IS:
-        return unflatten(weight_only.grouped(flatten(x), Groups(offs), row, bias, dtype, tag), x)
-    return grouped_on_codes(x, offs, row, bias, call)
+        made = weight_only.grouped(flatten(x), Groups(offs), weights, bias, dtype, tag)
+        return unflatten(made, x)
+    return grouped_on_codes(x, offs, serving(weights, settings), bias, call)
 
 
 def _joined(weights: list[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
-
-
-def _codes(weights: list[Tensor], settings: Settings) -> tuple[Tensor, Tensor]:
-    codes, scales = weights
-    return codes, scales.view(formats.get(settings.w).scaling.storage)
 
 
 def _fake(x: Tensor, *args: Any) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from te_mx._ops import Operand, Stack, dequantize_2d
+from te_mx._ops import Operand, Stack, dequantize_2d, plain
 from te_mx.autograd.grouped import grouped_plain
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import host_bounds, readable
@@ -35,8 +35,8 @@ def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
         if torch.is_grad_enabled() and wanted:
-            codes, scales, spec, rows, k, _ = weight
-            return _DecodedLinear.apply(x, bias_N, codes, scales, (spec, rows, k))
+            codes, scales, spec, rows, k, packed = weight
+            return _DecodedLinear.apply(x, bias_N, codes, scales, packed, (spec, rows, k))
         return functional.linear(x, dequantize_2d(weight, x.dtype), bias_N)
 
 
@@ -44,11 +44,11 @@ class _DecodedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias_N: Tensor | None, codes: Tensor, scales: Tensor,
-        sizes: tuple[str, int, int],
+        packed: Tensor | None, sizes: tuple[str, int, int],
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(codes, scales)
+        ctx.save_for_backward(codes, scales, packed)
         ctx.sizes, ctx.dtype = sizes, x.dtype
-        weight = dequantize_2d(Operand(codes, scales, *sizes), x.dtype)
+        weight = dequantize_2d(Operand(codes, scales, *sizes)._replace(packed=packed), x.dtype)
         return functional.linear(x, weight, bias_N)
 
     @staticmethod
@@ -57,10 +57,12 @@ class _DecodedLinear(torch.autograd.Function):
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 # The weight is a constant: what autograd makes of this is the second derivative.
-                dx = g @ dequantize_2d(Operand(*ctx.saved_tensors, *ctx.sizes), ctx.dtype)
+                codes, scales, packed = ctx.saved_tensors
+                weight = Operand(codes, scales, *ctx.sizes)._replace(packed=packed)
+                dx = g @ dequantize_2d(weight, ctx.dtype)
             if ctx.needs_input_grad[1]:
                 db = g.flatten(0, -2).sum(0) if g.dim() > 1 else g
-        return dx, db, None, None, None
+        return dx, db, None, None, None, None
 
 
 RAN = "weight only"  # what te_mx.audit says in place of a kernel
@@ -83,6 +85,7 @@ def grouped(
 ) -> Tensor:  # fmt: skip
     """[R, N]: `linear` of the rows of every group; rows of no group are 0."""
     offs, capacity = groups
+    weights = plain(weights)
     if readable(offs):
         rows = x_RK.shape[0]
         out = x_RK.new_zeros((rows, weights.rows), dtype=out_dtype)

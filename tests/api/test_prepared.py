@@ -4,6 +4,7 @@ bits, and only while nothing has changed. The Hopper kernels run on a stand-in, 
 from __future__ import annotations
 
 import as_on_hopper
+import fake_sm90
 import pytest
 import torch
 import torch.utils.flop_counter
@@ -11,6 +12,7 @@ import torch.utils.flop_counter
 import te_mx
 from te_mx import _ops as ops
 from te_mx.api import gemm
+from te_mx.runtime import streams
 from te_mx.runtime.ran import LAST_RUN, new_tags
 
 BF16 = torch.bfloat16
@@ -221,3 +223,84 @@ def test_values_of_many_operands(spec, dtype):
         assert torch.equal(ops.dequantize_2d(operand, dtype), expected)
     with pytest.raises(ValueError, match="the matrix"):
         ops.dequantize_2d(operand._replace(codes=operand.codes[:, 1:]), dtype)
+
+
+# -------------------------------------------------------------------------------------- prepacked
+@pytest.fixture
+def packs(monkeypatch):
+    """The operands that kernels packed, by their rows and k, and in a capture those that a graph
+    packs at every replay."""
+    found = []
+    pack = fake_sm90.pack
+
+    def noted(args):
+        found.append((args.operand.rows, args.operand.k))
+        return pack(args)
+
+    monkeypatch.setattr(fake_sm90, "pack", noted)
+    return found
+
+
+def recording(monkeypatch):
+    monkeypatch.setattr(streams, "capturing", lambda device: True)
+
+
+@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp4"])
+def test_a_graph_reads_what_was_prepacked(packs, monkeypatch, fmt, m):
+    A, B = sides(m=m, fmt=fmt)
+    expected = te_mx.gemm(A, B).out
+    standing = te_mx.MXTensor(
+        A.shape, fmt, rowwise_data=A.rowwise_data, rowwise_scale=A.rowwise_scale
+    )
+    assert te_mx.prepack(standing) is standing
+    del packs[:]
+    recording(monkeypatch)
+    assert torch.equal(te_mx.gemm(standing, B).out, expected)
+    assert (70, 96) not in packs
+    assert torch.equal(te_mx.gemm(A, B).out, expected)
+
+
+def test_both_sides_of_a_product_and_both_copies(packs, monkeypatch):
+    A, B = sides(packed=True)
+    plain = sides()
+    square = te_mx.quantize(torch.randn(96, 96), columnwise=True, packed=True)
+    products = [te_mx.gemm(*plain).out, te_mx.gemm(square, plain[1], layout="NN").out]
+    del packs[:]
+    recording(monkeypatch)
+    made = [te_mx.gemm(A, B).out, te_mx.gemm(square, B, layout="NN").out]
+    assert packs == []
+    assert torch.equal(made[0], products[0]) and torch.equal(made[1], products[1])
+
+
+def test_outside_of_graphs_the_short_way_is_taken_at_once(taken):
+    A, B = sides(packed=True)
+    first, *later = repeated(A, B)
+    assert len(taken) == 3 and all(torch.equal(first, one) for one in later)
+
+
+def test_a_write_to_what_was_prepacked_is_an_error():
+    A, B = sides()
+    te_mx.prepack(A)
+    te_mx.gemm(A, B)
+    A.rowwise_data.view(torch.uint8)[0, 0] ^= 1
+    with pytest.raises(RuntimeError, match=r"written to after te_mx.prepack.*make a new MXTensor"):
+        te_mx.gemm(A, B)
+
+
+def test_prepacking_during_a_capture_and_of_something_else(monkeypatch):
+    A, _ = sides()
+    recording(monkeypatch)
+    with pytest.raises(RuntimeError, match="pack before the capture"):
+        te_mx.prepack(A)
+    with pytest.raises(RuntimeError, match="pack before the capture"):
+        te_mx.quantize(torch.randn(4, 32), packed=True)
+    with pytest.raises(TypeError, match="q must be an MXTensor, got Tensor"):
+        te_mx.prepack(torch.randn(4, 32))
+
+
+def test_another_precision_reads_the_codes(monkeypatch):
+    A, B = sides()
+    expected = te_mx.gemm(A, B, precision="exact").out
+    te_mx.prepack(A)
+    assert torch.equal(te_mx.gemm(A, B, precision="exact").out, expected)

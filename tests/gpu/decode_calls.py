@@ -7,7 +7,9 @@ import torch
 from te_mx import formats
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
+from te_mx.backends.sm90.decode import Decode
+from te_mx.layouts import get as layout_of
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +56,9 @@ def decode(w, w_fmt, x, out, k, scales=None, **how):
     (m, n), bias, act = out.shape, how.pop("bias", None), how.pop("act", None)
     x_fmt, rule = how.pop("x_fmt", x_format(w_fmt)), how.pop("rule", rule_of(w_fmt))
     args = native.DecodeArgs(
-        m=m, n=n, k=k, w=w.data_ptr(), w_element=ELEMENTS[w_fmt], factors=w_fmt in FACTORS,
+        m=m, n=n, k=k, w=w.codes.data_ptr(), ldw=w.codes.stride(-2), w_scales=w.scales.data_ptr(),
+        w_packed=w.layout.name != "rows", w_element=ELEMENTS[w_fmt], factors=w_fmt in FACTORS,
+        factor_rows=128 if "128x128" in w_fmt else 1,
         x=x.data_ptr(), ldx=x.stride(0), x_dtype=FLOAT_DTYPES.get(x.dtype, 0),
         x_element=int("e5m2" in x_fmt), rule=SCALE_RULES[rule],
         x_as_is=how.pop("as_is", False), exact=how.pop("exact", False),
@@ -83,11 +87,34 @@ def decode(w, w_fmt, x, out, k, scales=None, **how):
     return out
 
 
-def packed(w, w_fmt):
+def packed(w, w_fmt, lies="rows"):
+    """A weight as the kernel reads it, plain or as the GEMM does ("packed"), and what that stands
+    for in fp64."""
     codes, scales, exact = quantized(w, w_fmt, rule_of(w_fmt))
-    form, fits = SM90_DECODE.pack(formats.get(w_fmt), codes, scales, w.shape[1])
-    assert bool(fits.all())
-    return form, exact
+    if lies == "rows":
+        return form_of(codes, scales, w_fmt, w.shape[1]), exact
+    form = form_of(codes, scales, w_fmt, w.shape[1], lies_of(w_fmt))
+    return form, form.values(torch.float64)
+
+
+def lies_of(w_fmt):
+    """The layout of the GEMM."""
+    return "sm90_factors" if w_fmt in FACTORS else "sm90:8"
+
+
+def form_of(codes, scales, w_fmt, k, lies="rows"):
+    fmt = formats.get(w_fmt)
+    parts = layout_of(lies).pack(fmt, codes, scales, k)
+    form = Decode().form(Operand(*parts, f"{w_fmt}@{lies}", len(codes), k))
+    assert form is not None
+    return form
+
+
+def stack_of(forms):
+    """Those of several groups."""
+    one = forms[0]
+    codes, scales = (torch.stack([getattr(f, name) for f in forms]) for name in ("codes", "scales"))
+    return Decode().form(Stack(codes, scales, one.spec, len(forms), one.rows, one.k))
 
 
 def nothing(m, n, dtype=F32):

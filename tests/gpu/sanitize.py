@@ -290,15 +290,27 @@ def blockwise() -> int:
 
 
 def decode() -> int:
-    """Few rows times weights in the decode layout, as their tests call them."""
+    """Few rows times weights as they lie, as their tests call them."""
     import test_sm90_decode as tests
     import torch
 
     count = 0
     for shape, w_fmt in itertools.product(((17, 130, 100), (5, 257, 1000)), tests.ELEMENTS):
         exact = shape[0] == 5
-        tests.test_products_are_within_the_bound_of_the_contract(shape, exact, w_fmt)
+        for lies in ("rows", "packed"):
+            tests.test_products_are_within_the_bound_of_the_contract(shape, exact, lies, w_fmt)
         tests.test_inputs_as_they_are_are_within_the_bound(shape, torch.bfloat16, w_fmt)
+        count += 3
+    return count
+
+
+def frozen() -> int:
+    """Weights that stand still to tiles and back, as their tests call them."""
+    import test_sm90_frozen as tests
+
+    count = 0
+    for kind, size in itertools.product(tests.KINDS, ((1, 16), (130, 96), (257, 432))):
+        tests.test_the_kernels_write_the_layout_and_read_it(kind, size, 0.3)
         count += 2
     return count
 
@@ -376,6 +388,7 @@ PARTS = {
     "grouped": grouped,
     "blockwise": blockwise,
     "decode": decode,
+    "frozen": frozen,
     "moe": moe,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),

@@ -14,6 +14,8 @@ from decode_calls import (
     MX,
     bits,
     decode,
+    form_of,
+    lies_of,
     nothing,
     packed,
     quantized,
@@ -27,7 +29,6 @@ from torch.nn import functional as F
 import te_mx
 from te_mx import formats
 from te_mx._ops.fused import act_quantize_2d
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.runtime.ran import LAST_RUN
 
@@ -50,6 +51,7 @@ SHAPES = [  # m, n, k
     (8, 4096, 7168),
 ]
 every_weight = pytest.mark.parametrize("w_fmt", ELEMENTS)
+as_it_lies = pytest.mark.parametrize("lies", ["rows", "packed"])
 
 
 def cuts(x, w, w_fmt):
@@ -67,11 +69,12 @@ def cuts(x, w, w_fmt):
 
 
 @every_weight
+@as_it_lies
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_within_the_bound_of_the_contract(shape, exact, w_fmt):
+def test_products_are_within_the_bound_of_the_contract(shape, exact, lies, w_fmt):
     m, n, k = shape
-    form, w = packed(spread(n, k, 8, 1), w_fmt)
+    form, w = packed(spread(n, k, (8, 3)[lies == "packed"], 1), w_fmt, lies)
     for number, dtype in enumerate((BF16, F32, F16)):
         x_fmt = x_format(w_fmt, e5m2=number == 2)
         how = {"x_fmt": x_fmt, "rule": rule_of(w_fmt, number % 2), "exact": exact}
@@ -200,14 +203,15 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, w_fmt):
         assert torch.equal(bits(few), bits(out[first : first + rows]))
 
 
+@as_it_lies
 @pytest.mark.parametrize("w_fmt", MX)
 @pytest.mark.parametrize("m", [2, 20])
-def test_nan_and_inf_stay_where_they_are(m, w_fmt):
+def test_nan_and_inf_stay_where_they_are(m, w_fmt, lies):
     n, k = 70, 300
     fmt = formats.get(w_fmt)
     codes, scales = fmt.quantize(spread(n, k, 4, 1), "rceil")
     scales[5, 3] = scales[17, 0] = 255
-    form, _ = SM90_DECODE.pack(fmt, codes, scales, k)
+    form = form_of(codes, scales, w_fmt, k, lies_of(w_fmt) if lies == "packed" else lies)
     x = spread(m, k, 4, 2)
     x[1, 40] = torch.inf
     out = decode(form, w_fmt, x, torch.empty(m, n, device="cuda"), k)
@@ -222,8 +226,7 @@ def test_scales_at_both_ends_multiply_exactly():
     codes = torch.full((n, k), 0x38, dtype=torch.uint8, device="cuda")  # 1
     for w_byte, x_byte in ((24, 254), (215, 0), (127, 0), (127, 230), (40, 60)):
         scales = torch.full((n, 2), w_byte, dtype=torch.uint8, device="cuda")
-        form, fits = SM90_DECODE.pack(formats.get("mxfp8_e4m3"), codes, scales, k)
-        assert bool(fits.all())
+        form = form_of(codes, scales, "mxfp8_e4m3", k)
         x_scales = torch.full((1, 2), x_byte, dtype=torch.uint8, device="cuda")
         out = torch.empty(1, n, device="cuda")
         decode(form, "mxfp8_e4m3", codes[:1], out, k, x_scales)

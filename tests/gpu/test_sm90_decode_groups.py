@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_calls import BF16, F32, bits, decode, packed, recipe_of, rule_of, spread
+from decode_calls import BF16, F32, bits, decode, packed, recipe_of, rule_of, spread, stack_of
 
 import te_mx
 from te_mx.runtime.ran import LAST_RUN
@@ -25,11 +25,11 @@ CASES = [  # format, rows, ends of groups; rows of a block are 8, 16, 32 and 64
 ]
 
 
-def weights(n, k, w_fmt, count):
+def weights(n, k, w_fmt, count, lies="rows"):
     """Some different ones, again and again, and the stack of all."""
-    some = [packed(spread(n, k, 4, 100 + i), w_fmt)[0] for i in range(min(count, 4))]
+    some = [packed(spread(n, k, 4, 100 + i), w_fmt, lies)[0] for i in range(min(count, 4))]
     each = [some[i % len(some)] for i in range(count)]
-    return each, torch.stack(each)
+    return each, stack_of(each)
 
 
 def loop(each, w_fmt, x, out, ends, bias, **how):
@@ -42,12 +42,12 @@ def loop(each, w_fmt, x, out, ends, bias, **how):
     return out
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("exact", "lies"), [(False, "rows"), (False, "packed"), (True, "rows")])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_groups_have_the_bits_of_a_call_each(case, exact):
+def test_groups_have_the_bits_of_a_call_each(case, exact, lies):
     w_fmt, m, ends = CASES[case]
     n, k = [(80, 300), (64, 700), (130, 256)][case % 3]
-    each, stack = weights(n, k, w_fmt, len(ends))
+    each, stack = weights(n, k, w_fmt, len(ends), lies)
     x, bias = spread(m, k, 4, 2).to(BF16), torch.randn(len(ends), n, device="cuda")
     there = torch.tensor(ends, dtype=(torch.int32, torch.int64)[case % 2], device="cuda")
     how = {"exact": exact, "rule": rule_of(w_fmt, case % 2), "act": (None, 3)[case % 2]}

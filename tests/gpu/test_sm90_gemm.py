@@ -74,6 +74,23 @@ def test_products_of_packed_operands(shape, pair, config):
 
 
 @pytest.mark.parametrize("config", configs())
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_lower_halves_of_shared_scales_of_the_right_operand_are_not_read(pair, config):
+    """Weights that stand still have other things there."""
+    m, n, k = shape = 130, 200, 333
+    pa, pb = (
+        calls.operand(calls.data(rows, k, kind, torch.float32, rows), "e4m3")
+        for rows, kind in zip((m, n), pair, strict=True)
+    )
+    expected = calls.gemm(pa, pb, shape, out_dtype=torch.float32, config=config)
+    words = pb.scales[..., :128]
+    other = torch.randint(1 << 16, words.shape, dtype=torch.int32, device=words.device)
+    words |= torch.where(pb.scales[..., 128:129] < 2, other, 0)
+    got = calls.gemm(pa, pb, shape, out_dtype=torch.float32, config=config)
+    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("config", configs())
 def test_factors_down_to_the_smallest_number(config):
     """One step of K, one tile each: D is the sum times a power of two, rounded once."""
     shape = m, n, k = 100, 120, 128

@@ -76,17 +76,23 @@ QUANTIZE = Call(
     "te_mx.quantize", lambda d: te_mx.quantize,
     lambda d: {"x": floats(d, 33, K), "fmt": "e4m3", "rowwise": True, "columnwise": True,
                "columnwise_transposed": None, "scale_rule": "rceil", "rounding": "stochastic",
-               "seed": 7},
+               "seed": 7, "packed": False},
     {"x": NO_TENSOR | NOT_FLOATS | LAYOUTS | SCALAR | ENDLESS | STRIDES.but("on the cpu")
           | SHARED_ROWS,
      "fmt": WORD | UPPER_CASE, "rowwise": FLAG, "columnwise": FLAG,
      "columnwise_transposed": OPTIONAL_FLAG,
      "scale_rule": OPTIONAL_WORD | UPPER_CASE | values(with_rounding="rceil+sr"),
-     "rounding": WORD | UPPER_CASE | values(without_a_seed="nearest"),
+     "rounding": WORD | UPPER_CASE | values(without_a_seed="nearest"), "packed": FLAG,
      "seed": other_than("an int") | values(
          beyond_64_bits=1 << 63, below_64_bits=-(1 << 63) - 1,
          two=lambda: torch.tensor([1, 2]), int32=lambda: torch.tensor([1], dtype=torch.int32),
          meta=lambda: torch.tensor([1]).to("meta"), scalar=lambda: torch.tensor(1))},
+)  # fmt: skip
+
+
+PREPACK = Call(
+    "te_mx.prepack", lambda d: te_mx.prepack, lambda d: {"q": quantized(d, N, K)},
+    {"q": other_than() | changed(None, its_codes=lambda x: x.rowwise_data)},
 )  # fmt: skip
 
 

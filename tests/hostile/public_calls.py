@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from distributed_calls import DISTRIBUTED
 from format_calls import FORMATS
-from function_calls import GEMMS, MX_TENSOR, QUANTIZE
+from function_calls import GEMMS, MX_TENSOR, PREPACK, QUANTIZE
 from grouped_calls import GROUPED
 from inspect_calls import INSPECTED
 from judge import Call
@@ -16,7 +16,7 @@ from moe_calls import MOE
 from other_calls import EXPLAINED, MODELS, RECIPES, WORKSPACE
 
 CALLS: tuple[Call, ...] = (
-    QUANTIZE, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS, *INSPECTED,
-    *MODULES, *FORMATS,
+    QUANTIZE, PREPACK, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS,
+    *INSPECTED, *MODULES, *FORMATS,
     *DISTRIBUTED, *MOE,
 )  # fmt: skip

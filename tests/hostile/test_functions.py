@@ -61,8 +61,9 @@ SIZES = {"m": 3, "n": 4, "k": 5}
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "quantize": (te_mx.quantize, {
         "x": torch.randn(40, 64), "fmt": "e4m3", "rowwise": True, "columnwise": True,
-        "columnwise_transposed": None, "scale_rule": "rceil",
+        "columnwise_transposed": None, "scale_rule": "rceil", "packed": False,
     }),
+    "prepack": (te_mx.prepack, {"q": B}),
     "gemm": (te_mx.gemm, {
         "A": A, "B": B, "layout": "TN", "bias": None, "gelu": None, "gelu_in": None, "grad": False,
         "out": None, "out_dtype": torch.float32, "aux_dtype": None, "accumulate": False,

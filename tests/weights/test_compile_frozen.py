@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.compile_utils import fx_graph_cse
 
 import te_mx
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
+from te_mx.backends.sm90.decode import Decode
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.recipes.settings import in_words, of_words
 from te_mx.weights import changes as frozen_owners
@@ -174,8 +174,8 @@ def test_inputs_as_they_are(act):
 @pytest.mark.parametrize("kind", ["linear", "norm"])
 def test_no_change_of_a_weight_is_missed_and_nothing_compiles_anew(kind, drop, monkeypatch):
     made = []
-    pack = SM90_DECODE.pack
-    monkeypatch.setattr(SM90_DECODE, "pack", lambda *a: made.append(1) or pack(*a))
+    form = Decode.form
+    monkeypatch.setattr(Decode, "form", lambda *a: made.append(1) or form(*a))
     module, x = frozen(kind, drop=drop), rows(4)
     compiled = Compiled(module)
 
@@ -262,8 +262,8 @@ def check_changes(module, grad, *args):
 @pytest.mark.parametrize("drop", [False, True])
 def test_eager_and_compiled_code_share_what_is_kept(drop, monkeypatch):
     made = []
-    pack = SM90_DECODE.pack
-    monkeypatch.setattr(SM90_DECODE, "pack", lambda *a: made.append(1) or pack(*a))
+    form = Decode.form
+    monkeypatch.setattr(Decode, "form", lambda *a: made.append(1) or form(*a))
     module, x = frozen(drop=drop), rows(4)
     assert same(Compiled(module)(x), run(module, x)) and len(made) == 1
     other = copy.deepcopy(module)

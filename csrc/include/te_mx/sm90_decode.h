@@ -1,16 +1,14 @@
-// The decode layout of weights that stand still, and how a product of a few rows with them is cut
-// into pieces. Host code alone, for machines without a GPU too.
+// How a product of a few rows with weights that stand still is cut into pieces, and the call. Host
+// code alone, for machines without a GPU too.
 //
-// Weights [n, k] lie in groups of 16 rows and quads of 128 k (four MX blocks), both padded with
-// zeros: [groups][quads][bytes of a quad]. A quad is what lanes of a warp feed to the tensor cores,
-// and then its scales:
-//   8 bits, 2112 bytes: four blocks of [32 lanes][16 bytes]; lane 4g + t has codes 4t .. 4t + 3 of
-//     the block of row g, those of row g + 8, then 16 + 4t .. 16 + 4t + 3 of both;
-//   4 bits, 1088 bytes: four blocks of [32 lanes][8 bytes]; the same codes, eight in a word: byte i
-//     of it has code i in bits 7 (its sign) and 4, 3, 2, and code 4 + i in bits 5 (its sign) and
-//     6, 1, 0;
-//   64 bytes of scales: [8][8]: at g those of row g over the quad, then those of row g + 8: four
-//     bytes each, or one fp32 number. Those of 4 bits are 6 more, but for 255.
+// Weights [n, k] are read as they lie for other kernels. Codes: rows of 8 bits, or two codes a
+// byte, that start multiples of 16 bytes apart, [n][ldw]. Scales: compact rows of them, or those of
+// a packed operand (sm90_layout.h), whose codes are aligned. Their groups of 16 rows and quads of
+// 128 k (four MX blocks) are what a warp multiplies at once.
+//
+// The kernel multiplies sums of blocks by their scales one after the other in fp32. So the scales
+// of all blocks with other codes than zero are to lie in 2^-103 .. 2^88 (fp32 ones in 2^-60 ..
+// 2^60), or be NaN, and no tile of a packed operand has class 3.
 #pragma once
 
 #include <cstdint>
@@ -43,14 +41,17 @@ constexpr int decode_smem(int warps, int rows, bool prepared) {
 // Never three: CTAs of one product would gather on some SMs, those of the next on others.
 inline constexpr int kDecodeLeastSmem = 76 * 1024;
 
+// Codes of 16 rows over a quad, in shared memory.
 constexpr int decode_quad_bytes(Element element) {
-  return kDecodeRows * kDecodeQuad / (element == Element::e2m1 ? 2 : 1) + 64;
+  return kDecodeRows * kDecodeQuad / (element == Element::e2m1 ? 2 : 1);
 }
+// Scales of a warp's group over chunks of four quads in shared memory: those that are read, those
+// that are on their way, and the classes of their tiles.
+inline constexpr int kDecodeChunk = 4;
+inline constexpr int kDecodeChunkBytes = kDecodeChunk * kDecodeRows * 4;
+inline constexpr int kDecodeScaleRing = 2 * kDecodeChunkBytes + 128;
 constexpr int64_t decode_groups(int64_t n) { return (n + kDecodeRows - 1) / kDecodeRows; }
 constexpr int64_t decode_quads(int64_t k) { return (k + kDecodeQuad - 1) / kDecodeQuad; }
-constexpr int64_t decode_bytes(int64_t n, int64_t k, Element element) {
-  return decode_groups(n) * decode_quads(k) * decode_quad_bytes(element);
-}
 
 // How a product is cut: a cluster of CTAs has some groups of rows of weights, each CTA a slice of
 // k. Its warpgroups have a tile of 64 rows each, or there are fewer tiles and they have parts of
@@ -90,9 +91,10 @@ constexpr int quotient_factor(int b) { return 65536 / b + 1; }
 // What of shared memory goes where, for so many rows of x: depends on the split, and no result on
 // it.
 struct DecodeRoom {
-  int stages = 0;       // quads of every warp's ring of weights; 0: no room
-  int input_quads = 0;  // of x of every part that are there at once
-  int scales_at = 0, sums_at = 0, ring_at = 0, bars_at = 0, bytes = 0;  // x lies first
+  int stages = 0;                               // quads of every warp's ring of weights; 0: no room
+  int input_quads = 0;                          // of x of every part that are there at once
+  int scales_at = 0, sums_at = 0, ring_at = 0;  // x lies first, scales_at: its scales
+  int w_scales_at = 0, bars_at = 0, bytes = 0;
 };
 DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves,
                        bool prepared);
@@ -116,10 +118,14 @@ constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
 // those of fp16 where `exact`, where x are values as they are, and where x has codes of E5M2.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
-  const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes; of groups one behind
-                               // the other
+  // Codes, aligned to 16 bytes, rows ldw bytes apart, and scales; of groups one behind the other.
+  const uint8_t* w = nullptr;
+  int64_t ldw = 0;
+  const void* w_scales = nullptr;
+  bool w_packed = false;              // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
   Element w_element = Element::e4m3;  // E4M3 or E2M1
   bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides
+  int64_t factor_rows = 1;            // rows of w that share theirs: 1 or 128
   const void* x = nullptr;            // [m, k], rows ldx elements apart
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;

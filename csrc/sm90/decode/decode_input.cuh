@@ -20,7 +20,8 @@ struct InputRoom {
   int part0;         // the first part
   Shares parts;
   int pass_first;
-  int64_t k;  // of x: what lies behind is zero
+  int64_t k;   // of x: what lies behind is zero
+  bool pairs;  // for weights of 4 bits: k lie as QuadCodes has them, scales are 2^6 larger
 
   // The quad of x that quad q here is, or -1.
   __device__ __forceinline__ int quad(int q) const {
@@ -53,22 +54,37 @@ template <int kRows, bool kHalves, bool kFactors>
 __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade& x, int q, int r,
                                             int lane) {
   uint8_t* const quad = to.data + q * decode_input_bytes(kRows, kHalves) + r / 8 * 1024;
-  if constexpr (kHalves) {
-    // NOTE: pairs of 16 k lie as WeightBlock::halves has them.
+  const uint4 w = x.words;
+  if (to.pairs) {
+    // Lane t of a block: k 8t, 8t + 2, .. and then 8t + 1, 8t + 3, ..
+    const int t = lane % 4;
+    const auto store = [&](uint8_t* from, int chunk, uint32_t v) {
+      *reinterpret_cast<uint32_t*>(from + tile::swizzle128(r % 8, chunk) + 4 * t) = v;
+    };
+    if constexpr (kHalves) {
+      uint8_t* const half = quad + lane / 8 * (kRows * 128);
+      const int chunk = lane % 8 / 4 * 4;
+      store(half, chunk, __byte_perm(w.x, w.y, 0x5410));
+      store(half, chunk + 1, __byte_perm(w.z, w.w, 0x5410));
+      store(half, chunk + 2, __byte_perm(w.x, w.y, 0x7632));
+      store(half, chunk + 3, __byte_perm(w.z, w.w, 0x7632));
+    } else {
+      store(quad, lane / 4 * 2, __byte_perm(w.x, w.y, 0x6420));
+      store(quad, lane / 4 * 2 + 1, __byte_perm(w.x, w.y, 0x7531));
+    }
+  } else if constexpr (kHalves) {
+    // NOTE: pairs of 16 k lie as halves_of_codes() has them.
     uint8_t* const half = quad + lane / 8 * (kRows * 128);
     const int chunk = lane % 8 / 2 * 2, inside = lane % 2 * 8;
-    *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk) + inside) = {x.words.x,
-                                                                                 x.words.z};
-    *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk + 1) + inside) = {x.words.y,
-                                                                                     x.words.w};
+    *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk) + inside) = {w.x, w.z};
+    *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk + 1) + inside) = {w.y, w.w};
   } else {
-    *reinterpret_cast<uint2*>(quad + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = {
-        x.words.x, x.words.y};
+    *reinterpret_cast<uint2*>(quad + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = {w.x, w.y};
   }
   constexpr int kLanes = kFactors ? 16 : 4;
   if (lane % kLanes == 0) {
     float* const scales = reinterpret_cast<float*>(to.scales + q * decode_scale_bytes(kRows));
-    scales[lane / kLanes * kRows + scale_place<kRows>(r)] = x.scale;
+    scales[lane / kLanes * kRows + scale_place<kRows>(r)] = to.pairs ? x.scale * 64.0f : x.scale;
   }
 }
 
@@ -230,7 +246,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
                        quad,
                        {1, 0},
                        0,
-                       k};
+                       k,
+                       in.pairs};
   if (rows.early()) tile::await_predecessors();
   fill_pass<kRows, kHalves, kFactors, (kRows + 15) / 16, kPrepareThreads / 16>(in, room, rows);
 }

@@ -1,16 +1,16 @@
 // A few rows of x times weights that stand still: out[row, n] = sum over k of x[row, k] w[n, k].
 //
 // Grid: x = clusters * CTAs of a cluster, y = blocks of at most kRows rows, each of which meets one
-// matrix of weights (decode_rows.cuh), or none. Matrix e of several lies at w + e * w_stride bytes,
-// its bias at bias + e * n elements.
+// matrix of weights (decode_rows.cuh), or none. Row r of matrix e of several is row e * n + r of
+// the tensor map of their codes, its bias lies at bias + e * n elements.
 //
 // The transposed product D^T[n, row] on wgmma: weights are operand A, in registers, 64 of their
-// rows a warpgroup; x is operand B. First of all lane 0 of each warp asks for its weights, into a
-// ring of the warp's own in shared memory, one bulk copy a stage. Meanwhile all threads make x of
-// the slice of k, or as much of it as there is room for, pass after pass (decode_input.cuh), or
-// rows were prepared, and come quad by quad. Sums of parts of k go to the CTA of the cluster that
-// adds them up, in order. So the bits of a row depend on n and k, not on the other rows of x nor on
-// their number.
+// rows a warpgroup; x is operand B. First of all each warp asks for its weights, into rings of its
+// own in shared memory: lane 0 for codes, one copy of 16 rows a stage, all lanes for scales.
+// Meanwhile all threads make x of the slice of k, or as much of it as there is room for, pass after
+// pass (decode_input.cuh), or rows were prepared, and come quad by quad. Sums of parts of k go to
+// the CTA of the cluster that adds them up, in order. So the bits of a row depend on n and k, not
+// on the other rows of x nor on their number.
 //
 // A CTA takes half of an SM at most, and of a product of few rows each SM has one: while it
 // computes, that of the next product loads its weights.
@@ -27,8 +27,7 @@
 namespace te_mx::sm90 {
 
 struct DecodeParams {
-  const uint8_t* w = nullptr;
-  int64_t w_stride = 0;  // bytes between the weights of two groups of rows
+  WeightScales w_scales;
   int n = 0, k = 0;
   int groups = 0, quads = 0;  // of all weights
   DecodeSplit split;
@@ -53,7 +52,7 @@ __device__ __forceinline__ uint64_t* bar_at(int offset, int i) {
 // takes its time.
 __device__ __forceinline__ void touch_parameters(const DecodeParams& p) {
   using tile::touch;
-  touch(p.w_stride), touch(p.k), touch(p.split.warpgroups), touch(p.each_factor);
+  touch(p.w_scales.row), touch(p.k), touch(p.split.warpgroups), touch(p.each_factor);
   touch(p.parts.longer), touch(p.room.bytes), touch(p.in.ld), touch(p.in.scales);
   touch(p.in.gate_ld), touch(p.in.exponent), touch(p.in.made_scales), touch(p.out.ld);
   touch(p.out.activates);
@@ -79,54 +78,77 @@ struct WarpPlace {
         quads(p.parts, rank * p.slice_parts + part) {}
 };
 
-// The weights of a group on their way through a warp's ring.
-template <int kQuadBytes>
+// The weights of a group on their way through a warp's rings, of codes and of scales.
+template <class Math>
 struct WeightRing {
-  const uint8_t* from;        // what is asked for next
+  static constexpr int kQuadBytes = Math::kQuadBytes;
+  static constexpr int kRowBytes = kQuadBytes / kDecodeRows;
+  const CUtensorMap* map;
+  int inner, outer;           // what is asked for next
   int left;                   // quads not asked for
   uint32_t first, first_bar;  // shared addresses of the first quad and of its barrier
   int place;                  // of the quad that is read
   uint32_t phase;
+  ScaleRing<Math::kFactors> scales;
 
-  // Of weights `w` from the warp's first quad on, of which `done` were read; all that there is room
-  // for was asked for.
-  template <class Math>
-  __device__ __forceinline__ WeightRing(const DecodeParams& p, const WarpPlace<Math>& own,
-                                        uint32_t base, const uint8_t* w, int done) {
+  // From the warp's first quad on, of which `done` were read; all that there is room for was asked
+  // for.
+  __device__ __forceinline__ WeightRing(const CUtensorMap& map, const DecodeParams& p,
+                                        const WarpPlace<Math>& own, uint32_t base, int matrix,
+                                        int done)
+      : map(&map),
+        scales(p.w_scales, scales_at(p, own, base), matrix, own.group,
+               own.quads.first + (done + 2 * kDecodeChunk - 1) / kDecodeChunk * kDecodeChunk,
+               own.lane) {
     const int stages = p.room.stages, turns = done == 0 ? 0 : done / stages;
     const int asked = done + stages;
     first = base + p.room.ring_at + own.warp * (stages * kQuadBytes);
     first_bar = base + p.room.bars_at + own.warp * (kDecodeMaxStages * 8);
     place = done - turns * stages, phase = turns & 1;
-    from = begin(p, own, w) + int64_t{asked} * kQuadBytes;
+    inner = (own.quads.first + asked) * kRowBytes, outer = matrix * p.n + own.group * kDecodeRows;
     left = own.quads.last - own.quads.first - asked;
   }
-  template <class Math>
-  static __device__ __forceinline__ const uint8_t* begin(const DecodeParams& p,
-                                                         const WarpPlace<Math>& place,
-                                                         const uint8_t* w) {
-    return w + (int64_t{place.group} * p.quads + place.quads.first) * kQuadBytes;
+  static __device__ __forceinline__ uint32_t scales_at(const DecodeParams& p,
+                                                       const WarpPlace<Math>& own, uint32_t base) {
+    return base + p.room.w_scales_at + own.warp * kDecodeScaleRing;
   }
 
   // Makes the barriers and asks for all that there is room for.
-  template <class Math>
-  static __device__ __forceinline__ void start(const DecodeParams& p, const WarpPlace<Math>& place,
-                                               uint32_t base, const uint8_t* w) {
+  static __device__ __forceinline__ void start(const CUtensorMap& map, const DecodeParams& p,
+                                               const WarpPlace<Math>& place, uint32_t base,
+                                               int matrix) {
     const int stages = p.room.stages;
     const uint32_t bar = base + p.room.bars_at + place.warp * (kDecodeMaxStages * 8);
     const uint32_t to = base + p.room.ring_at + place.warp * (stages * kQuadBytes);
     const int quads = min(place.quads.last - place.quads.first, stages);
-    if (!place.there || place.lane != 0) return;
-    const uint8_t* const from = begin(p, place, w);
+    if (!place.there) return;
+    if (place.lane == 0) {
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i)
-      tile::mbar_init(bar_at(p.room.bars_at, place.warp * kDecodeMaxStages + i), 1);
-    tile::mbar_init_fence();
+      for (int i = 0; i < stages; ++i)
+        tile::mbar_init(bar_at(p.room.bars_at, place.warp * kDecodeMaxStages + i), 1);
+      tile::mbar_init_fence();
+      const int outer = matrix * p.n + place.group * kDecodeRows;
 #pragma unroll 1
-    for (int i = 0; i < quads; ++i) {
-      tile::mbar_arrive_expect(bar + 8 * i, kQuadBytes);
-      tile::bulk_load(to + i * kQuadBytes, from + i * kQuadBytes, kQuadBytes, bar + 8 * i);
+      for (int i = 0; i < quads; ++i) {
+        tile::mbar_arrive_expect(bar + 8 * i, kQuadBytes);
+        tile::tma_load(to + i * kQuadBytes, &map, bar + 8 * i, (place.quads.first + i) * kRowBytes,
+                       outer);
+      }
     }
+    __syncwarp();
+    const int first = place.quads.first, length = place.quads.last - first;
+    if (length > 0)
+      ScaleRing<Math::kFactors>(p.w_scales, scales_at(p, place, base), matrix, place.group, first,
+                                place.lane)
+          .ask(p.w_scales, place.group, p.n, 0, length, first, place.lane);
+  }
+  // Before quad i of the part is read.
+  __device__ __forceinline__ void take_scales(const DecodeParams& p, const WarpPlace<Math>& own,
+                                              int i) {
+    if (i % kDecodeChunk != 0) return;
+    const int next = i + kDecodeChunk, q = own.quads.first + next, left = own.quads.last - q;
+    scales.take(p.w_scales, i, own.lane);
+    if (left > 0) scales.ask(p.w_scales, own.group, p.n, next, left, q, own.lane);
   }
   __device__ __forceinline__ uint32_t at() const { return first + place * kQuadBytes; }
   __device__ __forceinline__ uint32_t bar() const { return first_bar + place * 8; }
@@ -138,9 +160,9 @@ struct WeightRing {
       __syncwarp();
       if (tile::elect_one()) {
         tile::mbar_arrive_expect(bar(), kQuadBytes);
-        tile::bulk_load(at(), from, kQuadBytes, bar());
+        tile::tma_load(at(), map, bar(), inner, outer);
       }
-      from += kQuadBytes, --left;
+      inner += kRowBytes, --left;
     }
     if (++place == stages) place = 0, phase ^= 1;
   }
@@ -198,10 +220,10 @@ struct InputRing {
 
 template <class Math>
 __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
-    decode_kernel(const __grid_constant__ DecodeParams p,
+    decode_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ DecodeParams p,
                   const __grid_constant__ DecodeRows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  constexpr int kQuad = Math::kQuadBytes, kRows = Math::kRows, kWarps = Math::kWarps;
+  constexpr int kRows = Math::kRows, kWarps = Math::kWarps;
   const int cluster = p.split.cluster, parts = p.slice_parts;
   DecodeRows rows = given;
 
@@ -225,7 +247,7 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
   DecodeBlock* const block = reinterpret_cast<DecodeBlock*>(bars + decode_bars(kWarps));
   {
     const WarpPlace<Math> place(p, threadIdx.x);
-    WeightRing<kQuad>::start(p, place, base, p.w + rows.group * p.w_stride);
+    WeightRing<Math>::start(map, p, place, base, rows.group);
     if (threadIdx.x == 0) *block = rows;
     if (Math::kPrepared && threadIdx.x == 0) {
       uint64_t* const steps = bars + kWarps * kDecodeMaxStages;
@@ -251,19 +273,20 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
 
   const int each = p.room.input_quads;
   DecodeSums<Math> sums;
-  // The next quad of the warp's part times that of x in `place`.
-  const auto add_quad = [&](const WarpPlace<Math>& own, WeightRing<kQuad>& ring, uint32_t own_x,
-                            uint32_t own_scales, int place) {
+  // The next quad of the warp's part, its number i, times that of x in `place`.
+  const auto add_quad = [&](const WarpPlace<Math>& own, WeightRing<Math>& ring, uint32_t own_x,
+                            uint32_t own_scales, int i, int place) {
     // NOTE: warps without a group multiply whatever lies there, for nobody.
-    if (own.there) ring.wait();
-    sums.add(ring.at(), tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows), own.lane, [&] {
+    if (own.there) ring.take_scales(p, own, i), ring.wait();
+    sums.add(ring.at() + QuadCodes<Math::kFmt>::offset(own.lane), ring.scales.read(i, own.lane),
+             tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
+             own_scales + place * decode_scale_bytes(kRows), [&] {
                if (own.there) ring.next(p.room.stages);
              });
   };
   if constexpr (Math::kPrepared) {
     const WarpPlace<Math> own(p, threadIdx.x);
-    WeightRing<kQuad> ring(p, own, base, p.w + rows.group * p.w_stride, 0);
+    WeightRing<Math> ring(map, p, own, base, rows.group, 0);
     const uint32_t x_at = base + own.part * each * Math::kInputBytes;
     const uint32_t scales_at =
         base + p.room.scales_at + own.part * each * decode_scale_bytes(kRows);
@@ -285,7 +308,7 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
 #pragma unroll 1
     for (int i = 0; i < length; ++i) {
       x.wait();
-      add_quad(own, ring, x_at, own_scales, x.place);
+      add_quad(own, ring, x_at, own_scales, i, x.place);
       x.next(p, i, asks);
     }
   } else {
@@ -295,11 +318,17 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
     // NOTE: the passes of the first part, the longest, are those of the CTA.
     for (int done = 0; done < longest.last - longest.first; done += each) {
       if (done > 0) __syncthreads();
-      const InputRoom room{smem,           smem + p.room.scales_at,
-                           each,           each * parts,
-                           p.width_factor, p.each_factor,
-                           part0,          p.parts,
-                           done,           p.k};
+      const InputRoom room{smem,
+                           smem + p.room.scales_at,
+                           each,
+                           each * parts,
+                           p.width_factor,
+                           p.each_factor,
+                           part0,
+                           p.parts,
+                           done,
+                           p.k,
+                           Math::kFmt == Element::e2m1};
       if constexpr (Math::kPlain) {
         fill_plain<kRows, Math::kFactors, 4, 2 * kWarps>(p.in, room, rows, [&] {
           if (early) tile::await_predecessors();
@@ -313,20 +342,26 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
       // NOTE: worked out again where there are no registers for all that while x is made.
       const int thread = Math::kPlain ? threadIdx.x : tile::opaque(threadIdx.x);
       const WarpPlace<Math> own(p, thread);
-      WeightRing<kQuad> ring(p, own, base, p.w + rows.group * p.w_stride, done);
+      WeightRing<Math> ring(map, p, own, base, block->group, done);
       const uint32_t own_x = base + own.part * each * Math::kInputBytes;
       const uint32_t own_scales = base + p.room.scales_at +
                                   own.part * each * decode_scale_bytes(kRows) +
                                   scale_offset<kRows>(own.lane % 4, 0);
       const int last = min(each, own.quads.last - own.quads.first - done);
 #pragma unroll 1
-      for (int i = 0; i < last; ++i) add_quad(own, ring, own_x, own_scales, i);
+      for (int i = 0; i < last; ++i) add_quad(own, ring, own_x, own_scales, done + i, i);
     }
   }
 
   const WarpPlace<Math> own(p, Math::kPlain ? threadIdx.x : tile::opaque(threadIdx.x));
-  sums.end(WeightRing<kQuad>::begin(p, own, p.w + block->group * p.w_stride),
-           own.there ? own.quads.last - own.quads.first : 0, block->count, own.lane);
+  sums.end(own.quads.first, own.there ? own.quads.last : 0, block->count, own.lane, [&](int q) {
+    const WeightScales& s = p.w_scales;
+    const int low = min(own.group * kDecodeRows + own.lane / 4, p.n - 1),
+              high = min(low + 8, p.n - 1);
+    if (s.kind == ScaleKind::words) return uint2{0, 0};
+    return uint2{s.odd_word(s.at(block->group, q, low), q),
+                 s.odd_word(s.at(block->group, q, high), q)};
+  });
   const SumsPlace sums_place{p, own.rank};
   float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
   if (cluster > 1) tile::cluster_wait();

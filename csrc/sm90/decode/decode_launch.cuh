@@ -5,6 +5,7 @@
 
 #include "common/launch.h"
 #include "decode/decode_kernel.cuh"
+#include "mxtile/sm90/tensor_map.h"
 
 namespace te_mx::sm90 {
 
@@ -32,10 +33,21 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
 Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, int kept,
                       bool halves, bool factors, void* workspace, void* stream);
 
+// The codes of weights: rows of all groups, row_bytes of which are there, ld bytes apart.
+struct DecodeCodes {
+  const uint8_t* from = nullptr;
+  int64_t rows = 0, row_bytes = 0, ld = 0;
+};
+
 // Launches the kernel on `blocks` blocks of at most Math::kRows rows, of weights that cut_decode
 // was asked about, prepared just before or not at all.
 template <class Math>
-Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t blocks, void* stream) {
+Status launch_decode(const DecodeParams& p, const DecodeCodes& w, const DecodeRows& rows,
+                     int64_t blocks, void* stream) {
+  CUtensorMap map;
+  if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, w.from, w.rows,
+                                   w.row_bytes, w.ld, kDecodeRows, Math::kQuadBytes / kDecodeRows))
+    return Status::unsupported;
   const auto kernel = &decode_kernel<Math>;
   static thread_local int prepared = -1;  // the device whose limit is raised
   int device = 0;
@@ -56,7 +68,7 @@ Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t bloc
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, p, rows));
+  return started(cudaLaunchKernelEx(&config, kernel, map, p, rows));
 }
 
 }  // namespace te_mx::sm90

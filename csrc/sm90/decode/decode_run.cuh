@@ -8,6 +8,7 @@ namespace te_mx::sm90 {
 // A product whose arguments are right, with what of its parameters does not depend on the instance.
 struct DecodeTask {
   DecodeParams p;
+  DecodeCodes w;
   DecodeSplit split;
   DecodeRows rows;
   int64_t n = 0, k = 0;
@@ -29,7 +30,7 @@ Status run_decode(DecodeTask t) {
                                            Math::kFactors, t.workspace, t.stream);
     if (prepared != Status::ok) return prepared;
   }
-  return launch_decode<Math>(t.p, t.rows, blocks, t.stream);
+  return launch_decode<Math>(t.p, t.w, t.rows, blocks, t.stream);
 }
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.

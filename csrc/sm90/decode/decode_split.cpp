@@ -106,7 +106,9 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t stage = int64_t{warps} * decode_quad_bytes(element);
   const int64_t needed = std::min<int64_t>(part, kDecodeMaxStages);
   const int64_t bars = decode_bar_bytes(warps);
-  const int64_t most = decode_smem(warps, rows, prepared) - bars - sums;
+  // NOTE: the ring starts at a multiple of 1024 bytes, for the swizzle.
+  const int64_t around = bars + warps * kDecodeScaleRing + 1008;
+  const int64_t most = decode_smem(warps, rows, prepared) - around - sums;
   // Two quads a warp of 16, or four of 4 bits, are twice what HBM wants to have been asked for;
   // then as much of x as there is room for, then more stages.
   int64_t stages = std::min<int64_t>(needed, (element == Element::e2m1 ? 64 : 32) / warps);
@@ -121,8 +123,9 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   room.stages = static_cast<int>(stages), room.input_quads = static_cast<int>(quads);
   room.scales_at = static_cast<int>(quads * parts * decode_input_bytes(rows, halves));
   room.sums_at = static_cast<int>(quads * input);
-  room.ring_at = static_cast<int>(room.sums_at + sums);
-  room.bars_at = static_cast<int>(room.ring_at + stages * stage);
+  room.ring_at = static_cast<int>((room.sums_at + sums + 1023) / 1024 * 1024);
+  room.w_scales_at = static_cast<int>(room.ring_at + stages * stage);
+  room.bars_at = room.w_scales_at + warps * kDecodeScaleRing;
   room.bytes = static_cast<int>(room.bars_at + bars);
   return room;
 }

@@ -32,7 +32,8 @@ struct DecodeMath {
   // Rows of x in one instruction, and how many of its sums are under way at once: while some are
   // taken, the next ones are computed.
   static constexpr int kPiece = kRows == 64 ? 32 : kRows, kPieces = kRows / kPiece;
-  static constexpr int kTogether = kRows <= 16 && !kFactors && (kWarps == 8 || kAlone) ? 4 : 2;
+  static constexpr int kTogether =
+      kRows <= 16 && !kFactors && (kWarps == 8 || kAlone) && !(kHalves && kRows == 8) ? 4 : 2;
   // NOTE: beside CTAs of 16 warps there are registers for one that prepares rows; without them the
   // next ones would gather on the SMs where none of those runs. 64 rows need all.
   static constexpr int kThreadsAtMost =
@@ -42,18 +43,21 @@ struct DecodeMath {
 // Of a lane 4g + t: rows g and g + 8 of its warp's group, rows 8j + 2t and 8j + 2t + 1 of x.
 template <class Math>
 struct DecodeSums {
-  using Block = WeightBlock<Math::kFmt>;
+  using Codes = QuadCodes<Math::kFmt>;
   float v[Math::kFloats] = {};
 
   // A block as operand A: 32 codes, or 16 fp16 numbers and 16 more.
   static constexpr int kParts = Math::kHalves ? 2 : 1;
   using Operand = uint32_t[kParts][4];
-  static __device__ __forceinline__ void make(Operand& a, const Block& w) {
+  static __device__ __forceinline__ void make(Operand& a, Codes& w, int b) {
     if constexpr (Math::kHalves) {
-      w.halves(0, a[0]), w.halves(1, a[1]);
+      uint32_t codes[4];
+      w.operand(b, codes);
+      halves_of_codes<Codes::kCodes>(codes, 0, a[0]),
+          halves_of_codes<Codes::kCodes>(codes, 1, a[1]);
       tile::wgmma_pin(a[0]), tile::wgmma_pin(a[1]);
     } else {
-      w.operand(a[0]);
+      w.operand(b, a[0]);
       tile::wgmma_pin(a[0]);
     }
   }
@@ -68,7 +72,7 @@ struct DecodeSums {
       tile::wgmma_registers_f16<kAdd>(d, a[0], at);
       tile::wgmma_registers_f16<true>(d, a[1], at + 2);
     } else {
-      tile::wgmma_registers<Block::kCodes, kAdd>(d, a[0], x + 2 * b);
+      tile::wgmma_registers<Codes::kCodes, kAdd>(d, a[0], x + 2 * b);
     }
   }
 
@@ -107,29 +111,29 @@ struct DecodeSums {
     }
   }
 
-  // The quad of weights at a shared address times that of x; `scales`: of the quad's rows of x, by
-  // lanes. leave(): the quad's weights were read, before the last of their products are taken.
+  // A quad of weights, of which the lane's codes lie at a shared address and have scales `own`,
+  // times that of x; `scales`: of the quad's rows of x, by lanes. leave(): the quad's weights were
+  // read, before the last of their products are taken.
   template <class Leave>
-  __device__ __forceinline__ void add(uint32_t at, uint32_t x, uint32_t scales, int lane,
+  __device__ __forceinline__ void add(uint32_t at, const uint2& own, uint32_t x, uint32_t scales,
                                       const Leave& leave) {
-    const uint2 own = load_scales<Math::kFmt>(at, lane);
+    Codes codes{at, {}};
     if constexpr (Math::kFactors) {
-      add_quad(at, x, scales, lane, own, std::make_integer_sequence<int, Math::kPieces>{});
+      add_quad(codes, x, scales, own, std::make_integer_sequence<int, Math::kPieces>{});
       leave();
     } else {
-      add_blocks(at, x, scales, lane, own, leave,
-                 std::make_integer_sequence<int, Math::kTogether>{},
+      add_blocks(codes, x, scales, own, leave, std::make_integer_sequence<int, Math::kTogether>{},
                  std::make_integer_sequence<int, 4 * Math::kPieces>{});
     }
   }
 
   // With one scale for the quad: a sum of each piece.
   template <int... kI>
-  __device__ __forceinline__ void add_quad(uint32_t at, uint32_t x, uint32_t scales, int lane,
+  __device__ __forceinline__ void add_quad(Codes& codes, uint32_t x, uint32_t scales,
                                            const uint2& own, std::integer_sequence<int, kI...>) {
     Operand a[4];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) make(a[b], {at, b, lane});
+    for (int b = 0; b < 4; ++b) make(a[b], codes, b);
     float d[Math::kPieces][kFloats];
     tile::wgmma_fence();
     const auto begin = [&](int i) {
@@ -151,7 +155,7 @@ struct DecodeSums {
 
   // With scales of blocks: sum u is that of piece u % kPieces with block u / kPieces.
   template <class Leave, int... kFirst, int... kI>
-  __device__ __forceinline__ void add_blocks(uint32_t at, uint32_t x, uint32_t scales, int lane,
+  __device__ __forceinline__ void add_blocks(Codes& codes, uint32_t x, uint32_t scales,
                                              const uint2& own, const Leave& leave,
                                              std::integer_sequence<int, kFirst...>,
                                              std::integer_sequence<int, kI...>) {
@@ -161,7 +165,7 @@ struct DecodeSums {
     constexpr int kOperands = kTogether / kPieces + (kTogether < kSums ? 1 : 0);
     Operand a[kOperands];
     float d[kTogether][kFloats];
-    const auto made = [&](int b) { make(a[b % kOperands], {at, b, lane}); };
+    const auto made = [&](int b) { make(a[b % kOperands], codes, b); };
     const auto begin = [&](int u) {
       start<false>(d[u % kTogether], a[u / kPieces % kOperands], x, u / kPieces, u % kPieces);
       tile::wgmma_commit();
@@ -190,9 +194,11 @@ struct DecodeSums {
   }
 
   // Rows of weights with a scale of 255 are NaN altogether. In the loop such a scale is infinite,
-  // so that sums which are finite have none; for others the scales of quads [0, quads) at `w` are
-  // read again. `count` rows of x are there.
-  __device__ __forceinline__ void end(const uint8_t* w, int quads, int count, int lane) {
+  // so that sums which are finite have none; for others word(q) has the bytes of quads
+  // [first, last) once more. NOTE: of tiles no need: codes of such a block are NaN. `count` rows of
+  // x are there.
+  template <class Word>
+  __device__ __forceinline__ void end(int first, int last, int count, int lane, const Word& word) {
     if constexpr (Math::kFactors) return;
     bool finite = true;
 #pragma unroll
@@ -202,9 +208,8 @@ struct DecodeSums {
     if (finite) return;
     uint32_t low = 0, high = 0;
 #pragma unroll 1
-    for (int i = 0; i < quads; ++i) {
-      const uint2 two =
-          *reinterpret_cast<const uint2*>(w + (i + 1) * Math::kQuadBytes - 64 + lane / 4 * 8);
+    for (int q = first; q < last; ++q) {
+      const uint2 two = word(q);
       low |= bytes_of_ones(two.x), high |= bytes_of_ones(two.y);
     }
     const float none = __uint_as_float(0x7FC00000u);

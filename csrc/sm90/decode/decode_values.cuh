@@ -23,6 +23,7 @@ struct DecodeInput {
   bool e5m2 = false;             // codes, given or made, are E5M2
   bool vectors = false;          // rows start at whole vectors of 8 elements
   bool as_is = false;            // values of 16 bits are not quantized
+  bool pairs = false;            // made for weights of 4 bits (QuadCodes)
   const void* gate = nullptr;    // values of 16 bits [rows, k]: x is act(x) * gate, rounded
   int64_t gate_ld = 0;
   float act_linear = 0.0f, act_cubic = 0.0f;  // act(x) = x sigmoid(linear x + cubic x^3)

@@ -60,12 +60,18 @@ __device__ __forceinline__ void promote_both(float (&sum)[64], const float (&acc
   }
 }
 
+// What a word of a tile of class 0 or 1 says to products: of weights that stand still its lower
+// half tells how their codes come back (te_mx/sm90_frozen.h).
+__device__ __forceinline__ float shared_scale(uint32_t word) {
+  return __uint_as_float(word & 0xFFFF0000u);
+}
+
 // Reads the scale of block `kk` from a scale word of a tile of any class.
 struct WordReader {
   uint32_t select, shift, byte_shift;
   __device__ __forceinline__ WordReader(uint32_t tile_class, int kk) {
     const bool bytes = tile_class >= 2;
-    select = bytes ? (0x0444u | (static_cast<uint32_t>(kk) << 12)) : 0x3210u;
+    select = bytes ? (0x0444u | (static_cast<uint32_t>(kk) << 12)) : 0x3244u;
     shift = bytes ? 1 : 0;
     byte_shift = bytes ? 8 * kk : 23;
   }

@@ -151,7 +151,7 @@ template <class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void step_tile(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                           const Release& release, const Ahead& ahead) {
   float acc[64];
-  const float col = __uint_as_float(tile::ld_shared_u32(step.rhs_words));
+  const float col = shared_scale(tile::ld_shared_u32(step.rhs_words));
 #pragma unroll
   for (int wave = 0; wave < kWaves; ++wave) {
     const float f0 = __uint_as_float(step.rows[2 * wave]) * col;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void step_blocks(float (&sum)[kWaves][64], const Step
   float left[32], right[32];
   const uint32_t lhs_class = tile::ld_shared_u32(step.lhs_words + 512);
   const float col =
-      kMode == Mode::block_tile ? __uint_as_float(tile::ld_shared_u32(step.rhs_words)) : 1.0f;
+      kMode == Mode::block_tile ? shared_scale(tile::ld_shared_u32(step.rhs_words)) : 1.0f;
   uint32_t ahead4[4];
 #pragma unroll
   for (int wave = 0; wave < kWaves; ++wave) {
@@ -335,7 +335,7 @@ __device__ __forceinline__ void prepare_step(uint32_t lhs_words, uint32_t rhs_wo
   bool far = lhs_class == 3 || rhs_class == 3;
   uint32_t factor = 0;
   if (lhs_class == 0 && rhs_class == 0) {
-    factor = __float_as_uint(lhs_scale * __uint_as_float(words.x));  // in lane 0, of the first row
+    factor = __float_as_uint(lhs_scale * shared_scale(words.x));  // in lane 0, of the first row
     if ((factor & kModeBits) == 0) {
       mode = Mode::one;
     } else {

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.linear import RestKernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.stochastic import random_bits
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.base import Parts
+from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
 @torch.no_grad()
@@ -73,6 +75,22 @@ class ReferenceConvert(Kernel):
         return Operand(codes, scales, spec, operand.rows, operand.k)
 
 
+class ReferenceRest(RestKernel):
+    """By rows, and read from whatever layout they lie in."""
+
+    name, rank = "reference", 1000
+
+    def accepts(self, problem: Problem) -> str | None:
+        return None
+
+    def rest(self, row: Operand | Stack) -> Operand | Stack:
+        return row
+
+    def plain(self, held: Operand | Stack) -> Parts:
+        return held.layout.plain(held.format, held, held.k)
+
+
 register(ReferenceConvert())
 register(ReferenceQuantize())
 register(ReferenceDequantize())
+register(ReferenceRest())

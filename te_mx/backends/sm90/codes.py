@@ -16,7 +16,7 @@ from te_mx.backends.sm90.gemm import Adaptive, Products, is_plain_fp4
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Plan
-from te_mx.dispatch.problem import FEW_ROWS, Problem, whole_vectors
+from te_mx.dispatch.problem import FEW_ROWS, STREAM_ROWS, Problem, whole_vectors
 from te_mx.dispatch.registry import register
 
 CODES = "sm90_codes"
@@ -142,6 +142,9 @@ class Codes(Adaptive):
 
     def configurations(self, problem: Problem) -> tuple[str, ...]:
         return ()
+
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return m > STREAM_ROWS
 
     def parts(self, problem: Problem) -> int:
         if self._unpacked_before(problem):

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from te_mx import layouts
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, words_of
@@ -16,18 +18,27 @@ from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
+from te_mx.backends.sm90.layouts import SM90_FACTORS, SM90_FROZEN
+from te_mx.backends.sm90.layouts.tiles import BLOCK, TILE, apart, tile_element
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
-from te_mx.layouts import spec_of
+from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
 DECODE = "sm90_decode"
 GATED = ("silu", "qgelu", "gelu")  # x times a sigmoid
+# What scales of blocks with other codes than zeros may be: so that one times the sum of a block
+# stays inside fp32, whatever the scale of the other side is.
+LEAST, MOST, NAN = 24, 215, 255
+LEAST_FACTOR, MOST_FACTOR = 2.0**-60, 2.0**60
+# Layouts of the GEMM. Products of aligned MXFP8 are those of codes that were rounded.
+PACKED = "sm90", SM90_FACTORS.name, SM90_FROZEN.name
+FAR = 3  # the class of tiles with others
+QUAD = 128  # of k that fp32 scales are for
 MOST_BESIDE_TILES = 32  # rows, of a weight that the GEMM finds in tiles: it is faster on more
 
 
@@ -40,10 +51,12 @@ class Decoded:
         native: Any = binding.native()
         self.native, self.index, self.sizes = native, p.place.index, (p.m, p.n, p.k)
         x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (p.lhs, p.rhs))
+        of_w = spec_of(p.rhs).format
         rule, epsilon = split_rule(p.rule)
         self.record = native.DecodeArgs(
             m=p.m, n=p.n, k=p.k, w_element=w, x_element=x, x_as_is=not p.lhs,
-            factors=spec_of(p.rhs).format.name in BLOCKWISE, rule=SCALE_RULES[rule],
+            factors=of_w.name in BLOCKWISE, factor_rows=of_w.scaling.block[0],
+            rule=SCALE_RULES[rule],
             amax_epsilon=epsilon, exact=p.precision == "exact", ldo=p.n, device=self.index,
         )  # fmt: skip
         self.nbytes = self.record.workspace_bytes = native.decode_workspace(p.m, p.k, p.groups)
@@ -56,7 +69,9 @@ class Decoded:
             x_MK = x_MK.contiguous()
         y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
         args = self.record.copy(
-            w=weight.codes.data_ptr(), x=x_MK.data_ptr(), ldx=x_MK.stride(0),
+            w=weight.codes.data_ptr(), ldw=weight.codes.stride(-2),
+            w_scales=weight.scales.data_ptr(), w_packed=weight.layout is not layouts.ROWS,
+            x=x_MK.data_ptr(), ldx=x_MK.stride(0),
             x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), out_dtype=FLOAT_DTYPES[out_dtype],
             stream=binding.stream(self.index),
         )  # fmt: skip
@@ -80,8 +95,8 @@ class Decoded:
 
 
 class Decode(FrozenKernel):
-    """Weights of 8 or 4 bits; inputs quantized to FP8 with scales of the same kind, or of 16 bits
-    as they are."""
+    """Weights of 8 or 4 bits as they lie for the GEMM, or plain; inputs quantized to FP8 with
+    scales of the same kind, or of 16 bits as they are."""
 
     name = DECODE
     gates = GATED
@@ -89,7 +104,7 @@ class Decode(FrozenKernel):
     def accepts(self, problem: Problem) -> str | None:
         fmt, _, lies = problem.rhs.partition("@")
         in_tiles = lies != "any" and not problem.groups
-        problem = problem._replace(rhs=f"{fmt}@any")  # it reads a form of its own
+        problem = problem._replace(rhs=f"{fmt}@any")  # whichever of both it is given
         reason = why_not(problem, formats=MX + BLOCKWISE)
         if reason is None:
             reason = why_not_second(problem.rhs) or _why_not_formats(problem.lhs, problem.rhs)
@@ -97,6 +112,8 @@ class Decode(FrozenKernel):
             reason = "takes inputs as they are in bfloat16 and float16"
         if reason is None and problem.m > frozen_rows(problem.groups):
             reason = f"takes at most {frozen_rows(problem.groups)} rows"
+        if reason is None and problem.precision == "exact" and not layouts.get(lies).exact:
+            reason = f"multiplies what layout {lies} rounds, which precision 'exact' does not allow"
         if reason is None and in_tiles and problem.m > MOST_BESIDE_TILES:
             reason = f"takes at most {MOST_BESIDE_TILES} rows of weights that lie in tiles"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -106,24 +123,54 @@ class Decode(FrozenKernel):
     def sums(self, problem: Problem) -> str:
         return self.name  # k is cut by the sizes of the weight alone
 
+    def reads(self, layout: Layout) -> bool:
+        return layout is layouts.ROWS or layout.name.partition(":")[0] in PACKED
+
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
-        fmt, spec = row.format, f"{row.format.name}@{SM90_DECODE.name}"
-        if isinstance(row, Stack):
-            shapes = SM90_DECODE.shapes(fmt, row.rows, row.k)
-            all_codes, all_fits = (row.codes.new_empty((row.groups, *one)) for one in shapes)
-            for i in range(row.groups):
-                one = self.form(row.group(i))
-                if one is None:
-                    return None
-                all_codes[i], all_fits[i] = one.codes, one.scales
-            return Stack(all_codes, all_fits, spec, row.groups, row.rows, row.k)
-        codes, fits = SM90_DECODE.pack(fmt, row.codes, row.scales, row.k)
-        if not bool(fits.all()):
+        """The same codes and scales, but for rows that start elsewhere than at whole 16 bytes."""
+        each = map(row.group, range(row.groups)) if isinstance(row, Stack) else [row]
+        if not all(map(_fits, each)):
             return None
-        return Operand(codes, fits, spec, row.rows, row.k)
+        return row._replace(codes=apart(row.codes, (row.codes.shape[-1] + 15) & -16))
 
     def make_plan(self, problem: Problem) -> Decoded:
         return Decoded(problem)
+
+
+def _fits(row: Operand) -> bool:
+    """Whether the kernels multiply the numbers of a weight. Waits for its device."""
+    plain, factors = row.layout is layouts.ROWS, row.format.name in BLOCKWISE
+    scales = row.scales
+    if factors:
+        if not plain:
+            _, scales = SM90_FACTORS.unpack(row.format, row.codes, scales, row.k)
+        scales = scales.repeat_interleave(row.format.scaling.block[0], 0)[: row.rows]
+        low, high = scales < LEAST_FACTOR, scales > MOST_FACTOR
+    else:
+        if not plain:
+            scales, cls = _bytes_of(row)
+            if bool((cls == FAR).any()):
+                return False
+        low, high = scales < LEAST, (scales > MOST) & (scales != NAN)
+    if not bool((low | high).any()):
+        return True
+    codes, element = row.codes, row.format.element
+    if plain:
+        codes = row.format.unpack(codes, row.k)
+    else:
+        element = tile_element(row.format.name)
+    width = QUAD if factors else BLOCK
+    there = pad(codes & (element.sign - 1), (0, scales.shape[1] * width - row.k)) != 0
+    return not bool((high | (low & there.unflatten(1, (-1, width)).any(2))).any())
+
+
+def _bytes_of(row: Operand) -> tuple[Tensor, Tensor]:
+    """Scale bytes [rows, 4 ceil(k/128)] of a packed operand, shared ones four times; classes."""
+    words, cls = row.scales[..., :TILE], row.scales[..., TILE : TILE + 1]
+    own = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    shared = (words >> 23).to(torch.uint8)[..., None].expand_as(own)
+    made = torch.where(cls[..., None] < 2, shared, own)  # [steps, tiles, 128, 4]
+    return made.permute(1, 2, 0, 3).reshape(-1, 4 * len(made))[: row.rows], cls
 
 
 def _why_not_formats(lhs: str, rhs: str) -> str | None:

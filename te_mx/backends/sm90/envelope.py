@@ -34,7 +34,10 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
 
 def as_multiplied(problem: Problem) -> Problem:
     """A problem of products without the stochastic rounding of its left operand, an output
-    gradient, where that is of MXFP4: the quantizers here round it, and pack it as any other."""
+    gradient, where that is of MXFP4: the quantizers here round it, and pack it as any other. And
+    with the right operand that kernels read, where one stands still."""
+    if layout := spec_of(problem.rhs).layout.reads_as:
+        problem = problem._replace(rhs=f"{problem.rhs.partition('@')[0]}@{layout}")
     if spec_of(problem.lhs).format.untransformed.name not in FP4:
         return problem
     return problem._replace(rule=split_rule(problem.rule)[0])

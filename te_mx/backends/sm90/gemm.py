@@ -223,6 +223,9 @@ class Adaptive(Kernel):
         parts = self.parts(problem) if problem.split_k else 1
         return f"aligned tiles, k in {parts}, {problem.m} rows"
 
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return True
+
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         if not operand.layout.exact:
             return operand

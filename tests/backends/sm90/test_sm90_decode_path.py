@@ -12,7 +12,7 @@ from as_on_hopper import hopper
 
 import te_mx
 from te_mx import formats
-from te_mx.backends.sm90.layouts.decode import SM90_DECODE
+from te_mx.backends.sm90.decode import Decode
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
@@ -128,8 +128,8 @@ def test_gradients_and_plain_modules_run_as_ever():
 @pytest.mark.parametrize("drop", [False, True])
 def test_the_form_is_made_once_and_again_after_a_change(drop, monkeypatch):
     made = []
-    pack = SM90_DECODE.pack
-    monkeypatch.setattr(SM90_DECODE, "pack", lambda *a: made.append(1) or pack(*a))
+    form = Decode.form
+    monkeypatch.setattr(Decode, "form", lambda *a: made.append(1) or form(*a))
     layer, x = frozen(drop=drop), torch.randn(4, K, dtype=torch.bfloat16)
     before = run(layer, x)
     assert torch.equal(run(layer, x), before) and len(made) == 1

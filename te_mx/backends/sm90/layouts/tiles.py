@@ -232,14 +232,21 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
     shared = torch.where(target == 0, 0x00400000, target << 23)
     own = torch.where(counts | (e == 255), e, 0)
     four = own[..., 0] | own[..., 1] << 8 | own[..., 2] << 16 | own[..., 3] << 24
-    words = torch.zeros(words_shape, dtype=torch.int64, device=codes.device)
+    words = torch.where((cls < 2)[:, None], shared, four)
+    return PackedOperand(out_codes, words_of(words, cls, tile_e, words_shape))
+
+
+def words_of(rows: Tensor, cls: Tensor, tile_e: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """int32 of a shape [S, T', 132]: the words of rows int64 [T, 128, S], classes and exponents
+    [T, S]."""
+    tiles = len(rows)
+    words = torch.zeros(shape, dtype=torch.int64, device=rows.device)
     words[:, :, :TILE] = EMPTY_EXPONENT << 23
     words[:, :, TILE + 1] = EMPTY_EXPONENT
-    words[:, :tiles, :TILE] = torch.where((cls < 2)[:, None], shared, four).permute(2, 0, 1)
+    words[:, :tiles, :TILE] = rows.permute(2, 0, 1)
     words[:, :tiles, TILE] = cls.t()
     words[:, :tiles, TILE + 1] = tile_e.t()
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words)
-    return PackedOperand(out_codes, words.to(torch.int32))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def classes(packed: HasParts) -> Tensor:
@@ -259,11 +266,12 @@ def packed_values(packed: HasParts, k: int, fmt: str) -> Tensor:
     )  # [R, S]
     cls = packed.scales[:, :tiles, TILE].t().repeat_interleave(TILE, 0)[:rows]
     word = words.long() & 0xFFFFFFFF
+    shared = (words & -0x10000).view(torch.float32).double()  # frozen.py: the lowest 16 bits
     parts = []
     for b in range(4):
         byte = word >> (8 * b) & 0xFF
         own = torch.where(byte == 255, torch.nan, torch.exp2(byte.double() - 127))
-        parts.append(torch.where(cls < 2, words.view(torch.float32).double(), own))
+        parts.append(torch.where(cls < 2, shared, own))
     scale = torch.stack(parts, -1).reshape(rows, steps * 4).repeat_interleave(BLOCK, 1)[:, :k]
     return values * scale
 

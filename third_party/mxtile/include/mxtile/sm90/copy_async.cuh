@@ -14,9 +14,11 @@ __device__ __forceinline__ void copy16_async(void* smem, const void* gmem, bool 
 }
 
 // Starts a copy of 4 bytes; both addresses are multiples of 4.
+__device__ __forceinline__ void copy4_async(uint32_t smem, const void* gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(gmem) : "memory");
+}
 __device__ __forceinline__ void copy4_async(void* smem, const void* gmem) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_addr(smem)), "l"(gmem)
-               : "memory");
+  copy4_async(smem_addr(smem), gmem);
 }
 
 // Ends a group: what this thread started since the last one, perhaps nothing.
