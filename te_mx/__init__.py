@@ -65,6 +65,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> _Any:
     # Transformer Engine's names: `te.pytorch` of `import te_mx as te` loads them when it is read.
     if name in ("common", "pytorch"):

@@ -20,3 +20,7 @@ __all__ = [
     "QuantizerRole", "Recipe", "Settings", "check_precision", "get_default_recipe",
     "is_mxfp8_available", "overrides", "resolve_recipe",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -423,6 +423,9 @@ def activated(args) -> Tensor:
     dtype = _DTYPES[args.out_dtype]
     assert args.h_dtype == args.out_dtype
     values = read_matrix(args.h)
+    if args.in_pairs:
+        assert args.gated and not args.grad_data
+        values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
     if args.grad_data:
         assert args.grad_dtype == args.out_dtype
         grad = read_matrix(args.grad)

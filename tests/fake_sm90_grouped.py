@@ -78,6 +78,11 @@ def _poisoned(place, shapes, order: str) -> tuple[Tensor, Tensor] | None:
 
 
 def quantize_grouped(args) -> int:
+    if args.gather:
+        rows = at(args.gather, (args.groups.rows,), torch.int32)
+        rows = rows[: max(bounds_of(args.groups).ends)].long()
+        matrix = args.all.x.copy(rows=int(rows.max()) + 1 if len(rows) else 1)
+        return _quantize_grouped(args.all.to, args.groups, read_matrix(matrix)[rows])
     return _quantize_grouped(args.all.to, args.groups, read_matrix(args.all.x))
 
 
@@ -90,7 +95,7 @@ def _quantize_grouped(to, groups, values: Tensor) -> int:
     if fake_sm90_factors.is_blockwise(to):
         return fake_sm90_factors.quantize_grouped(to, groups, values, bounds_of(groups), at)
     name = _NAMES[to.element]
-    (rows, cols), count = values.shape, groups.count
+    cols, rows, count = values.shape[1], groups.rows, groups.count
     row_made = _poisoned(to.row, layout.shapes_rows(rows, cols, count), "sm90_rows")
     col_made = _poisoned(to.col, layout.shapes_k(rows, cols, count), "sm90_k")
     if to.col_sum:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fake_sm90
+import fake_sm90_grouped
 import torch
 from fake_sm90 import OK, at
 
@@ -17,7 +17,7 @@ _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
 
 
 def __getattr__(name: str):
-    return getattr(fake_sm90, name)
+    return getattr(fake_sm90_grouped, name)
 
 
 def _values(codes: int, scales: int, rows: int, k: int, element: int) -> torch.Tensor:
@@ -50,10 +50,39 @@ def moe_gemm(a) -> int:
 
 
 def moe_align(a) -> int:
-    local = None if a.expert_map == 0 else at(a.expert_map, (a.experts,), _I32)
     ids = at(a.topk_ids, (a.routed,), _I32)
+    if a.ends:
+        return _sorted(a, ids)
+    local = None if a.expert_map == 0 else at(a.expert_map, (a.experts,), _I32)
     made = kernels("moe_align")[-1].run(Align(ids, a.block_m, a.experts, local))
     places = a.sorted_token_ids, a.expert_ids, a.num_tokens_post_padded
     for place, size, list_ in zip(places, (a.positions, a.blocks, 1), made, strict=True):
         at(place, (size,), _I32).copy_(list_)
+    return OK
+
+
+def _sorted(a, ids: torch.Tensor) -> int:
+    """Where the slots of every expert lie when they are sorted; the rest is poisoned."""
+    if a.mapped:
+        known = (ids >= 0) & (ids < a.mapped)
+        local = at(a.expert_map, (a.mapped,), _I32)
+        ids = torch.where(known, local[ids.clamp(0, a.mapped - 1).long()], -1)
+    order = torch.cat([(ids == e).nonzero().flatten() for e in range(a.experts)])
+    counts = torch.stack([(ids == e).sum() for e in range(a.experts)])
+    at(a.ends, (a.experts,), _I32).copy_(counts.cumsum(0))
+    at(a.rows, (a.positions,), _I32).fill_(1 << 30)[: len(order)] = (order // a.top_k).int()
+    at(a.slot_positions, (a.routed,), _I32).fill_(-1)[order] = torch.arange(len(order)).int()
+    return OK
+
+
+def moe_combine(a) -> int:
+    positions = at(a.slot_positions, (a.tokens, a.top_k), _I32)
+    weights = at(a.weights, (a.tokens, a.top_k), torch.float32)
+    values = at(a.values, (a.tokens * a.top_k, a.n), torch.float32)
+    out = torch.zeros(a.tokens, a.n)
+    for j in range(a.top_k):
+        own = positions[:, j]
+        there = (own >= 0).unsqueeze(1)
+        out += torch.where(there, values[own.clamp(0).long()] * weights[:, j, None], 0.0)
+    at(a.out, (a.tokens, a.n), _DTYPES[a.out_dtype]).copy_(out)
     return OK

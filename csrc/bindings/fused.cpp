@@ -43,6 +43,7 @@ void bind_fused_records(py::module_& m) {
       .field("limit", &ActArgs::limit)
       .field("alpha", &ActArgs::alpha)
       .field("offset", &ActArgs::offset)
+      .field("in_pairs", &ActArgs::in_pairs)
       .field("out", &ActArgs::out)
       .field("out_dtype", &ActArgs::out_dtype)
       .part("to", &ActArgs::to, "")

@@ -34,11 +34,27 @@ void bind_moe_records(py::module_& m) {
       .field("blocks", &MoeAlignArgs::blocks)
       .field("block_m", &MoeAlignArgs::block_m)
       .field("expert_map", &MoeAlignArgs::expert_map)
+      .field("mapped", &MoeAlignArgs::mapped)
       .field("sorted_token_ids", &MoeAlignArgs::sorted_token_ids)
       .field("expert_ids", &MoeAlignArgs::expert_ids)
       .field("num_tokens_post_padded", &MoeAlignArgs::num_tokens_post_padded)
+      .field("top_k", &MoeAlignArgs::top_k)
+      .field("ends", &MoeAlignArgs::ends)
+      .field("rows", &MoeAlignArgs::rows)
+      .field("slot_positions", &MoeAlignArgs::slot_positions)
       .part("execution", &MoeAlignArgs::execution, "")
       .add_to(m, "MoeAlignArgs");
+  Record<MoeCombineArgs>()
+      .field("values", &MoeCombineArgs::values)
+      .field("slot_positions", &MoeCombineArgs::slot_positions)
+      .field("weights", &MoeCombineArgs::weights)
+      .field("tokens", &MoeCombineArgs::tokens)
+      .field("n", &MoeCombineArgs::n)
+      .field("top_k", &MoeCombineArgs::top_k)
+      .field("out", &MoeCombineArgs::out)
+      .field("out_dtype", &MoeCombineArgs::out_dtype)
+      .part("execution", &MoeCombineArgs::execution, "")
+      .add_to(m, "MoeCombineArgs");
 }
 
 }  // namespace te_mx::bindings

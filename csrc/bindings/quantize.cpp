@@ -32,6 +32,7 @@ void bind_quantize_records(py::module_& m) {
   Record<GroupedQuantizeArgs>()
       .part("all", &GroupedQuantizeArgs::all, "")
       .part("groups", &GroupedQuantizeArgs::groups, "groups_")
+      .field("gather", &GroupedQuantizeArgs::gather)
       .add_to(m, "GroupedQuantizeArgs");
   Record<DequantizeArgs>()
       .part("operand", &DequantizeArgs::operand, "")

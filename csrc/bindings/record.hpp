@@ -40,7 +40,7 @@ concept AnyRecord =
     one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
            GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
            GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, NormRowsArgs, LinearArgs, Routing,
-           MoeGemmArgs, MoeAlignArgs, sm90::DecodeArgs>;
+           MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>

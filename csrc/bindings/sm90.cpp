@@ -206,6 +206,7 @@ void bind_linear(py::module_& m) {
 void bind_moe(py::module_& m) {
   bind_call(m, "moe_gemm", moe_gemm);
   bind_call(m, "moe_align", moe_align);
+  bind_call(m, "moe_combine", moe_combine);
 }
 
 void bind_norm_rows(py::module_& m) {

@@ -10,14 +10,15 @@ from te_mx.recipe import NAMED, CustomRecipe, MXFP4BlockScaling, QuantizerRole, 
 
 @dataclass(frozen=True)
 class Plan:
-    """What te_mx.autocast is given: `recipe`, and from a share of the steps on `final`."""
+    """What te_mx.autocast is given: `recipe`, and from a share of the steps on `final`, if any."""
 
     recipe: Any
     final: Any = None
     final_from: float = 1.0
 
     def now(self, done: int, steps: int) -> Any:
-        return self.final if done >= self.final_from * steps else self.recipe
+        ends = self.final is not None and done >= self.final_from * steps
+        return self.final if ends else self.recipe
 
 
 FINAL_SHARE = 0.1  # of the steps, of "final"

@@ -94,9 +94,7 @@ def work(jobs: list[Job], take: Callable[[], int | None], stop: Callable[[], boo
         print(said, flush=True)
 
 
-def _worker(
-    gpu: int, jobs: list[Job], numbers: Any, stopped: Any, deadline: float, threads: int
-) -> None:
+def _worker(jobs: list[Job], numbers: Any, stopped: Any, deadline: float, threads: int) -> None:
     """A process for one GPU."""
     for signum in stopping.SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # the parent says when to stop
@@ -133,12 +131,16 @@ def run(jobs: list[Job], gpus: int, deadline: float) -> bool:
     threads = max(1, (os.cpu_count() or 1) // gpus)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
-    workers = []
-    for gpu in range(gpus):
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[gpu]  # a process sees one
-        args = (gpu, jobs, queue, stopped, deadline, threads)
-        workers.append(context.Process(target=_worker, args=args))
-        workers[-1].start()
+    workers = [
+        context.Process(target=_worker, args=(jobs, queue, stopped, deadline, threads))
+        for _ in range(gpus)
+    ]
+    for name, worker in zip(names, workers, strict=False):
+        os.environ["CUDA_VISIBLE_DEVICES"] = name  # a process sees one
+        worker.start()
+    os.environ.pop("CUDA_VISIBLE_DEVICES")
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
     for worker in workers:
         worker.join()
     return told

@@ -11,15 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.kernels import Kernel, derive, derived
-from te_mx.dispatch.moe import RoutedGemm, Routing
+from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, Routing, size_class
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import pick_problem
+from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.table import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
@@ -97,15 +98,51 @@ def _run(p: RoutedGemm, tag: int) -> None:
 
 
 def _kernel(problem: Problem) -> Kernel:
-    """The kernel of a problem. Envelopes do not look at the number of tokens, tables do."""
+    """The kernel of a problem. Envelopes look at the class of the number of tokens, tables at the
+    number."""
     if problem.place.device == "cuda" and problem.place.index < 0:
         return pick_problem(problem)
     by_tokens = tables.has_rows(problem) and problem.m <= MOST_ROWS
-    known, key = derived(), problem if by_tokens else problem._replace(m=1)
+    known = derived()
+    key = problem if by_tokens else problem._replace(m=size_class(problem.m))
     if key not in known:
-        derive(key, pick_problem(problem))
+        derive(key, pick_problem(key))
     kernel: Kernel = known[key]
     return kernel
+
+
+def prepared_experts(weights: Stack, mode: Mode) -> Stack:
+    """Weights that stand still in the form that the kernel of few rows reads, and the one of many
+    rows without work; as they are where there is nothing to gain."""
+    problem = Problem(
+        "moe_gemm", place_of(weights.codes.device), "mxfp8_e4m3@rows", weights.spec, 1,
+        weights.rows, weights.k, weights.groups, mode.precision, spread=mode.spread, top_k=1,
+    )  # fmt: skip
+    return pick_problem(problem).prepare_stack(weights.checked("the weights"), problem)
+
+
+def experts_in_one(p: Experts) -> Tensor | None:
+    """A whole mixture by a kernel for many rows an expert; None where there is none, or somebody
+    watches, and products go by steps."""
+    parts = p.first.codes, p.second.codes, p.ids, p.weights, p.expert_map, *p.biases
+    if not is_direct(p.x, *parts):
+        return None
+    (tokens, top_k), total = p.ids.shape, p.first.groups
+    total = total if p.expert_map is None else len(p.expert_map)
+    kernel = None
+    for weight in (p.first, p.second):
+        problem = Problem(
+            "experts", place_of(p.x.device), f"{p.format}@rows", weight.spec, size_class(tokens),
+            weight.rows, weight.k, total, p.mode.precision, "", p.x.dtype, p.mode.spread, p.rule,
+            top_k=top_k,
+        )  # fmt: skip
+        known = derived()
+        kernel = known[problem] if problem in known else derive(problem, find(problem))
+        if kernel is None:
+            return None
+    assert isinstance(kernel, ExpertsKernel)
+    first, second = p.first.checked("w13"), p.second.checked("w2")
+    return kernel.run(p._replace(first=first, second=second, weights=p.weights.contiguous()))
 
 
 def _call(args: tuple[Any, ...]) -> RoutedGemm:

@@ -20,7 +20,7 @@ from torch.utils.hooks import unserializable_hook
 
 from te_mx.context.region import active_region, autocast
 from te_mx.nn.base import MXModule
-from te_mx.recipe import Settings, resolve_recipe
+from te_mx.recipe import resolve_recipe
 from te_mx.recipes.settings import ByName
 from te_mx.runtime.arguments import check_flag, check_size, shown
 
@@ -266,7 +266,7 @@ def _settings_now(modules: list[MXModule]) -> tuple[Any, ...]:
 
 
 def _said(settings: Any) -> str:
-    return str(settings) if isinstance(settings, Settings | str) else _OFF
+    return _OFF if settings is None else str(settings)
 
 
 _GRAPHED = "_te_mx_graphed"

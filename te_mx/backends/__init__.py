@@ -24,6 +24,7 @@ from te_mx.backends.sm90 import blockwise as _sm90_blockwise
 from te_mx.backends.sm90 import codes as _sm90_codes
 from te_mx.backends.sm90 import cost as _sm90_cost
 from te_mx.backends.sm90 import decode as _sm90_decode
+from te_mx.backends.sm90 import experts as _sm90_experts
 from te_mx.backends.sm90 import fused as _sm90_fused
 from te_mx.backends.sm90 import gemm as _sm90_gemm
 from te_mx.backends.sm90 import grouped as _sm90_grouped
@@ -43,10 +44,9 @@ register_level("cpu", _isa, ISA_LEVELS, _missing_reason)
 KERNEL_FILES = (
     _cpu_frozen, _cpu_fused, _cpu_gemm, _cpu_grouped, _cpu_linear, _cpu_moe, _cpu_quantize,
     _fused, _gemm, _grouped, _moe, _moe_align, _quantize,
-    _sm90_blockwise, _sm90_codes, _sm90_decode, _sm90_fused, _sm90_gemm, _sm90_grouped,
-    _sm90_grouped_apart, _sm90_grouped_blockwise, _sm90_grouped_fused, _sm90_grouped_tokens,
-    _sm90_layer, _sm90_linear, _sm90_moe,
-    _sm90_quantize, _sm90_rest,
+    _sm90_blockwise, _sm90_codes, _sm90_decode, _sm90_experts, _sm90_fused, _sm90_gemm,
+    _sm90_grouped, _sm90_grouped_apart, _sm90_grouped_blockwise, _sm90_grouped_fused,
+    _sm90_grouped_tokens, _sm90_layer, _sm90_linear, _sm90_moe, _sm90_quantize, _sm90_rest,
 )  # fmt: skip
 COST_FILES = _cpu_cost, _sm90_cost
 NAME_FILES = (_device_names,)

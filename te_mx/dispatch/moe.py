@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.calls import Mode
+from te_mx.dispatch.fused import Activation
+from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.problem import Problem
 from te_mx.layouts.operand import Operand, Stack
 
 
@@ -75,6 +78,49 @@ class Align(NamedTuple):
     block_m: int
     experts: int
     expert_map: Tensor | None
+
+
+class Experts(NamedTuple):
+    """A mixture of gated MLPs with many rows an expert: out [tokens, rows of second] in the dtype
+    of x, what te_mx.moe.fused_experts says, from slots `ids` int32 [tokens, top_k] and their
+    weights fp32 [tokens * top_k].
+
+    expert_map: int32, the number of each expert of all ranks here, or -1. biases: those of first
+    and second [E, n]. in_pairs: rows of first are activated and gates in turns. x and what is
+    activated are quantized to a format by a rule."""
+
+    x: Tensor
+    first: Stack
+    second: Stack
+    ids: Tensor
+    weights: Tensor
+    expert_map: Tensor | None
+    biases: tuple[Tensor | None, Tensor | None]
+    act: Activation
+    in_pairs: bool
+    format: str
+    rule: str
+    mode: Mode
+
+
+class ExpertsKernel(Kernel):
+    """A way to run a whole mixture (op "experts"). It accepts the problem of either product, whose
+    groups are the experts of all ranks."""
+
+    op = "experts"
+
+    def run(self, what: Experts) -> Tensor:
+        raise NotImplementedError
+
+
+def rows_of_expert(problem: Problem) -> int:
+    """Rows an expert in the mean, as far as the size class of a problem says."""
+    return size_class(problem.m) * problem.top_k // max(problem.groups, 1)
+
+
+def size_class(tokens: int) -> int:
+    """Tokens as envelopes count them: a power of two."""
+    return 1 << max(tokens.bit_length() - 1, 0)
 
 
 def capacity(routed: int, block_m: int, experts: int) -> int:

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack
 from te_mx._ops.fused import act_quantize_2d
-from te_mx._ops.moe import moe_gemm
+from te_mx._ops.moe import experts_in_one, moe_gemm
 from te_mx._ops.moe_align import moe_align
-from te_mx.api.grouped import stack_of
 from te_mx.api.groups import check_floats, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.groups import known_to_host
-from te_mx.dispatch.moe import Align, RoutedGemm, Routing
+from te_mx.dispatch.moe import Align, Experts, RoutedGemm, Routing
 from te_mx.moe.alignment import check_map
 from te_mx.moe.arguments import (
     check_ids,
@@ -28,6 +27,7 @@ from te_mx.moe.arguments import (
     refuse_transforms,
     routing_weights,
 )
+from te_mx.moe.packed import PackedExperts, experts_of
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_flag, check_one_of, check_place, shown
 
@@ -48,8 +48,8 @@ _MOST_BLOCK = 64
 @torch.no_grad()
 def fused_experts(
     x: Tensor,
-    w13: MXTensor,
-    w2: MXTensor,
+    w13: MXTensor | PackedExperts,
+    w2: MXTensor | PackedExperts,
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str = "silu",
@@ -70,7 +70,7 @@ def fused_experts(
     Args:
         x: [M, H], fp32, bf16 or fp16.
         w13: MXTensor [E, 2 F, H]: gate rows, then up rows of every expert, or in turns.
-        w2: MXTensor [E, H2, F].
+        w2: MXTensor [E, H2, F]. Or what `pack_experts` made of these.
         topk_weights: [M, top_k], used as they are.
         topk_ids: int32 or int64 [M, top_k], -1 for a slot that counts nothing.
         activation: f: one of ACTIVATIONS.
@@ -90,7 +90,7 @@ def fused_experts(
     settings = settings_of(recipe, forward=False)
     check_flag(f"{OWNER}: interleaved", interleaved)
     check_one_of(f"{OWNER}: activation", activation, ACTIVATIONS)
-    first, second = stack_of(w13, OWNER, "w13"), stack_of(w2, OWNER, "w2")
+    first, second = experts_of(w13, OWNER, "w13"), experts_of(w2, OWNER, "w2")
     _check_weights(x, first, second)
     ids, local = _ids(topk_ids, expert_map, first, x.shape[0])
     if local is None:
@@ -101,10 +101,18 @@ def fused_experts(
     refuse_transforms(OWNER, x, topk_weights, *bias)
     if routed == 0:
         return x.new_zeros((x.shape[0], second.rows))
-    routing, mode = _routing(ids, local, first.groups), mode_of(settings)
+    mode, act = mode_of(settings), ACTIVATIONS[activation]
+    what = Experts(
+        x.detach(), first, second, ids, scores, local, bias, act, interleaved, settings.x,
+        settings.scale_rule, mode,
+    )  # fmt: skip
+    made = experts_in_one(what)
+    if made is not None:
+        return made
+    routing = _routing(ids, local, first.groups)
     h = x.new_empty((routed, first.rows))
     moe_gemm(RoutedGemm(quantized_rows(x, settings), first, routing, bias[0], None, h, mode))
-    middle = _activated(h, ACTIVATIONS[activation], interleaved, settings)
+    middle = _activated(h, act, interleaved, settings)
     y = scores.new_zeros((routed, second.rows))  # which slots of no expert here keep
     moe_gemm(RoutedGemm(middle, second, routing._replace(a_div=1), bias[1], scores, y, mode))
     return y.view(-1, top_k, second.rows).sum(1).to(x.dtype)
@@ -133,7 +141,7 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
         everything = torch.full((1,), routed, dtype=torch.int32, device=ids.device)
         return Routing(None, flat, everything, 1, top_k, top_k)
     block = 8
-    while block < _MOST_BLOCK and block * total < routed:
+    while block < _MOST_BLOCK and block * total < 2 * routed:
         block *= 2
     sorted_ids, expert_ids, count = moe_align(Align(flat, block, total, expert_map))
     return Routing(sorted_ids, expert_ids, count, block, top_k, top_k)

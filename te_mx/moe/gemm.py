@@ -9,7 +9,6 @@ from torch import Tensor
 
 from te_mx._ops.moe import check_routed, moe_gemm
 from te_mx.api.blas import check_dtype
-from te_mx.api.grouped import stack_of
 from te_mx.api.groups import check_out, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
@@ -23,6 +22,7 @@ from te_mx.moe.arguments import (
     routing_weights,
     rows_of,
 )
+from te_mx.moe.packed import PackedExperts, experts_of
 from te_mx.runtime.arguments import (
     check_flag,
     check_size,
@@ -35,7 +35,7 @@ OWNER = "moe.grouped_gemm"
 
 def grouped_gemm(
     a: Tensor | MXTensor,
-    w: MXTensor,
+    w: MXTensor | PackedExperts,
     sorted_token_ids: Tensor | None,
     expert_ids: Tensor,
     num_tokens_post_padded: Tensor,
@@ -61,7 +61,8 @@ def grouped_gemm(
 
     Args:
         a: [M, K], fp32, bf16 or fp16 and then quantized here, or an MXTensor.
-        w: MXTensor [E, N, K], or a sequence of [N, K], which is stacked in every call.
+        w: MXTensor [E, N, K], what `pack_experts` made of it, or a sequence of [N, K], which is
+            stacked in every call.
         sorted_token_ids: int32 or int64; None: routed row r is a block of its own, of expert
             ``expert_ids[r]`` (for the smallest batches: expert_ids is then topk_ids, flattened).
         expert_ids: int32 or int64.
@@ -92,7 +93,7 @@ def grouped_gemm(
     top_k = check_size(f"{OWNER}: top_k", top_k, 1)
     a_div = top_k if a_div is None else check_size(f"{OWNER}: a_div", a_div, 1)
     block_m = check_size(f"{OWNER}: block_m", block_m, 1)
-    rhs = stack_of(w, OWNER, "w")
+    rhs = experts_of(w, OWNER, "w")
     device = rhs.codes.device
     if isinstance(a, Tensor):
         refuse_transforms("grouped_gemm", a, mul_weight_by, bias, out)

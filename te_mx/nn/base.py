@@ -7,7 +7,7 @@ reset_parameters() of the modules.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any
@@ -159,6 +159,9 @@ TRANSIENT = (
 
 class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):
     """Mixin of the modules, beside an nn.Module."""
+
+    # For type checkers, to whom nn.Module says nothing. Under return_bias it is a tuple.
+    __call__: Callable[..., Tensor]
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None

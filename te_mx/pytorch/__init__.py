@@ -6,8 +6,7 @@ and initialization, on the GPU where there is one. docs/transformer_engine.md sa
 what is mapped to something else and what is refused.
 """
 
-from typing import Any
-
+from te_mx.pytorch.absent import reader
 from te_mx.pytorch.attention import (
     DotProductAttention,
     MultiheadAttention,
@@ -64,32 +63,4 @@ __all__ = [
     "moe_unpermute", "parallel_cross_entropy", "quantized_model_init", "remove_shim",
 ]  # fmt: skip
 
-_OPS = "te_mx has no sequences of fusible operations; te_mx.convert_model(fuse=True) fuses models"
-_TENSORS = "quantized tensors are te_mx.MXTensor, made by te_mx.quantize"
-_USERBUFFERS = "te_mx has no overlapped communication (userbuffers)"
-_OFFLOAD = "torch.autograd.graph.save_on_cpu keeps what backward needs on the CPU"
-_ABSENT = {
-    "ops": _OPS,
-    "optimizers": "optimizers of torch take te_mx's parameters as they are",
-    "InferenceParams": "te_mx has no cache of keys and values",
-    "initialize_ub": _USERBUFFERS,
-    "destroy_ub": _USERBUFFERS,
-    "UserBufferQuantizationMode": _USERBUFFERS,
-    "CudaRNGStatesTracker": "weights and dropout are drawn from torch's generators",
-    "get_cpu_offload_context": _OFFLOAD,
-    "mark_not_offload": _OFFLOAD,
-    "ManualOffloadSynchronizer": _OFFLOAD,
-    "onnx_export": "te_mx has no operators of ONNX",
-    **dict.fromkeys(
-        ("QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "Float8Quantizer",
-         "Float8CurrentScalingQuantizer", "MXFP8Quantizer", "Float8BlockQuantizer",
-         "NVFP4Quantizer", "Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor",
-         "NVFP4Tensor"),
-        _TENSORS,
-    ),
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
-    raise AttributeError(f"te_mx.pytorch has no {name}{reason}")
+__getattr__ = reader(__name__)

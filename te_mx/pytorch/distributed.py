@@ -8,9 +8,12 @@ from typing import Any
 
 from torch.utils import checkpoint as torchs
 
+from te_mx.pytorch.absent import reader
 from te_mx.runtime.arguments import check_default, check_flag, shown
 
 __all__ = ["checkpoint"]
+
+__getattr__ = reader(__name__)
 
 _OF_TORCH = ("context_fn", "determinism_check", "debug", "preserve_rng_state")
 

@@ -7,10 +7,13 @@ from typing import Any
 
 from te_mx.api.cuda_graphs import make_graphed_callables as captured
 from te_mx.context.region import autocast
+from te_mx.pytorch.absent import reader
 from te_mx.recipe import get_default_recipe
 from te_mx.runtime.arguments import check_default, check_flag
 
 __all__ = ["make_graphed_callables"]
+
+__getattr__ = reader(__name__)
 
 _OLDER = {
     "fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe",

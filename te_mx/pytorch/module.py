@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_mx.pytorch.absent import reader
 from te_mx.runtime.arguments import check_size, shown
 from te_mx.te.modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.te.norms import LayerNorm, RMSNorm
@@ -15,6 +16,8 @@ __all__ = [
     "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
     "Linear", "RMSNorm",
 ]  # fmt: skip
+
+__getattr__ = reader(__name__)
 
 
 class Fp8Padding(nn.Module):

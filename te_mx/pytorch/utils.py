@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.backends.device_names import capability
+from te_mx.pytorch.absent import reader
 from te_mx.runtime.arguments import check_number, check_size
 
 __all__ = ["get_device_compute_capability", "init_method_normal", "scaled_init_method_normal"]
+
+__getattr__ = reader(__name__)
 
 
 def get_device_compute_capability() -> tuple[int, int]:

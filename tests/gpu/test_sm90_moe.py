@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "contract"))
 from moe import ROUTINGS, aligned, in_turns, poisoned, product
 
 import te_mx
+from te_mx.recipe import MXFP8BlockScaling
 
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 DEVICE = "cuda"
@@ -155,7 +156,8 @@ def test_a_mixture_is_that_of_the_cpu():
 def test_what_the_kernel_does_not_take_runs_elsewhere():
     r = ROUTINGS["one token"]
     a, w = quantized(1, 70), quantized(8, 40, 70)  # k that is no multiple of 32
-    with pytest.warns(te_mx.FallbackWarning, match="multiples of 32"):
-        out = grouped(a, w, aligned(r), r, 2, out_dtype=torch.float32)
+    exact = {"out_dtype": torch.float32, "recipe": MXFP8BlockScaling(precision="exact")}
+    with pytest.warns(te_mx.FallbackWarning, match="for precision 'adaptive'"):
+        out = grouped(a, w, aligned(r), r, 2, **exact)
     want, _, hit = product(r, a.dequantize().cpu(), w.dequantize().cpu(), 2, None, None)
     torch.testing.assert_close(out.cpu()[hit].double(), want[hit], rtol=2e-2, atol=2e-2)

@@ -8,7 +8,17 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from data_parallel_cases import FAMILIES, FP32, RECIPE, refused, sharded, step
+from data_parallel_cases import (
+    FAMILIES,
+    FP32,
+    RECIPE,
+    equal,
+    gradients,
+    mean_gradients,
+    refused,
+    sharded,
+    step,
+)
 from tensor_parallel_cases import DEVICE, K, M, N, built, full, of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -266,3 +276,34 @@ def case_loading_after_quantized_all_gather():
         with te_mx.autocast(), counted() as sent:
             assert torch.equal(layer(of(M, K)), whole(of(M, K)))
         assert K * N < sent[0] < 1.1 * K * N, sent
+
+
+def case_layers_of_different_recipes():
+    """Each is gathered as its own codes, one in high precision as values; gradients are the mean of
+    those of the ranks. A LayerNormMLP whose weights differ is gathered as values alone."""
+    eight = te_mx.recipe.MXFP8BlockScaling(one_copy_weights=True)
+    four = te_mx.recipe.MXFP4BlockScaling(one_copy_weights=True)
+    recipe = te_mx.recipe.overrides(eight, {"a": None, "c": four, "mlp.fc2": four})
+
+    def model(*others):
+        linears = [built(te_mx.Linear, K, K, bias=False, name=name) for name in "abc"]
+        return nn.Sequential(*linears, *others)
+
+    expected = mean_gradients(model(), recipe)
+    sharing = model()
+    for layer in (*sharing, sharing):
+        sharded(layer)
+    assert quantized_all_gather(sharing, recipe=recipe) == 2
+    step(sharing, dist.get_rank(), recipe)
+    equal(gradients(sharing), expected)
+
+    mlp = built(te_mx.LayerNormMLP, K, N, bias=False, name="mlp")
+    expected = mean_gradients(mlp, recipe)
+    refused(ValueError, "have different recipes", lambda: _gathered_as(recipe))
+    step(sharded(mlp), dist.get_rank(), recipe)
+    equal(gradients(mlp), expected)
+
+
+def _gathered_as(recipe):
+    mlp = built(te_mx.LayerNormMLP, K, N, bias=False, name="mlp")
+    quantized_all_gather(sharded(mlp), recipe=recipe)

@@ -212,6 +212,24 @@ def test_the_two_layers_of_a_layernorm_mlp_may_differ(one, two, delayed):
         assert torch.equal(mine.grad, theirs.grad)
 
 
+def test_a_layernorm_mlp_of_two_recipes_compiles_and_is_checkpointed():
+    torch.manual_seed(0)
+    mlp = te_mx.LayerNormMLP(64, 96, name="mlp", checkpoint=True)
+    plain = copy.deepcopy(mlp)
+    plain.checkpoint = False
+    recipe = overrides("mxfp8", {"mlp.fc2": "mxfp4"})
+    found = []
+    for run in (mlp, plain, torch.compile(plain, backend="aot_eager", fullgraph=True)):
+        with te_mx.autocast(recipe=recipe):
+            y = run(data())
+        plain.zero_grad()
+        y.square().sum().backward()
+        module = mlp if run is mlp else plain
+        found.append([y.detach(), *(p.grad.clone() for p in module.parameters())])
+    same(found[0], found[1])
+    same(found[0], found[2])
+
+
 def test_groups_and_functions_of_groups():
     torch.manual_seed(0)
     layer = te_mx.GroupedLinear(2, 64, 32, name="experts")

@@ -88,6 +88,8 @@ def test_every_recipe_is_one(name):
         asked = [f"model.layers.{i}.{what}_proj" for i in range(layers) for what in ("q", "down")]
         each = {settings_of(found.chosen, (layer,), "linear") for layer in asked}
         assert len(each) == (1 if name.endswith("dgrad8") else 2)
+    assert plan.now(0, 10) == plan.recipe
+    assert plan.now(10, 10) == (plan.recipe if plan.final is None else plan.final)
     if name.endswith("final"):
         assert [plan.now(done, 10) for done in (8, 9, 10)] == [name[:-6], "mxfp8", "mxfp8"]
 

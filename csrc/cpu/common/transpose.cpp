@@ -1,6 +1,9 @@
 #include "common/transpose.h"
 
 #include <cstring>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 #include <initializer_list>
 
 #include "common/parallel.h"
@@ -9,7 +12,8 @@ namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kTile = 64;  // rows and columns of a tile: both sides touch whole cache lines
-constexpr int64_t kEight = 8;
+constexpr int64_t kEight = 8, kSixteen = 16;
+constexpr int64_t kItemRows = 4096;
 
 // Exchanges the bits of a and b that lie `shift` apart under mask: one step of a transpose.
 void exchange(uint64_t& a, uint64_t& b, int shift, uint64_t mask) {
@@ -28,20 +32,61 @@ void turn_eight(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_
   for (int i = 0; i < kEight; ++i) std::memcpy(out + i * out_stride, &x[i], kEight);
 }
 
+#if defined(__SSE2__)
+// Sixteen rows of eight bytes: after four rounds of unpacking a register has a column.
+void turn_sixteen(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride) {
+  __m128i x[kSixteen / 2], y[kSixteen / 2];
+  const auto load = [&](int row) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(in + row * in_stride));
+  };
+  // Register i: rows i and i + 8, a byte of each in turn.
+  for (int i = 0; i < 8; ++i) x[i] = _mm_unpacklo_epi8(load(i), load(i + 8));
+  // 2 i + h: rows i, i + 4, i + 8, i + 12 of columns 4 h to 4 h + 3.
+  for (int i = 0; i < 4; ++i) {
+    y[2 * i] = _mm_unpacklo_epi8(x[i], x[i + 4]);
+    y[2 * i + 1] = _mm_unpackhi_epi8(x[i], x[i + 4]);
+  }
+  // 4 i + q: every other row from i on, of columns 2 q and 2 q + 1.
+  for (int i = 0; i < 2; ++i) {
+    for (int h = 0; h < 2; ++h) {
+      x[4 * i + 2 * h] = _mm_unpacklo_epi8(y[2 * i + h], y[2 * (i + 2) + h]);
+      x[4 * i + 2 * h + 1] = _mm_unpackhi_epi8(y[2 * i + h], y[2 * (i + 2) + h]);
+    }
+  }
+  for (int q = 0; q < 4; ++q) {
+    const __m128i low = _mm_unpacklo_epi8(x[q], x[4 + q]), high = _mm_unpackhi_epi8(x[q], x[4 + q]);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * q * out_stride), low);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (2 * q + 1) * out_stride), high);
+  }
+}
+#endif
+
 void turn_tile(const uint8_t* in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t* out,
                int64_t out_stride) {
-  for (int64_t r = 0; r < rows; r += kEight) {
-    for (int64_t c = 0; c < cols; c += kEight) {
-      if (r + kEight <= rows && c + kEight <= cols) {
-        turn_eight(in + r * in_stride + c, in_stride, out + c * out_stride + r, out_stride);
-        continue;
-      }
-      for (int64_t i = r; i < rows && i < r + kEight; ++i) {
-        for (int64_t j = c; j < cols && j < c + kEight; ++j) {
-          out[j * out_stride + i] = in[i * in_stride + j];
-        }
+#if defined(__SSE2__)
+  if (rows >= kSixteen && cols >= kEight) {
+    for (int64_t r = 0; r < rows; r += kSixteen) {
+      const int64_t i = r + kSixteen <= rows ? r : rows - kSixteen;  // the last ones once more
+      for (int64_t c = 0; c < cols; c += kEight) {
+        const int64_t j = c + kEight <= cols ? c : cols - kEight;
+        turn_sixteen(in + i * in_stride + j, in_stride, out + j * out_stride + i, out_stride);
       }
     }
+    return;
+  }
+#endif
+  if (rows >= kEight && cols >= kEight) {
+    for (int64_t r = 0; r < rows; r += kEight) {
+      const int64_t i = r + kEight <= rows ? r : rows - kEight;
+      for (int64_t c = 0; c < cols; c += kEight) {
+        const int64_t j = c + kEight <= cols ? c : cols - kEight;
+        turn_eight(in + i * in_stride + j, in_stride, out + j * out_stride + i, out_stride);
+      }
+    }
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < cols; ++j) out[j * out_stride + i] = in[i * in_stride + j];
   }
 }
 
@@ -49,11 +94,14 @@ void turn_tile(const uint8_t* in, int64_t in_stride, int64_t rows, int64_t cols,
 
 void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, int threads) {
   const int64_t strips = (cols + kTile - 1) / kTile;
-  parallel_for(threads, strips, [&](int64_t strip) {
-    const int64_t c = strip * kTile;
+  const int64_t parts = (rows + kItemRows - 1) / kItemRows;
+  parallel_for(threads, strips * parts, [&](int64_t item) {
+    const int64_t c = item % strips * kTile;
     const int64_t width = cols - c < kTile ? cols - c : kTile;
-    for (int64_t r = 0; r < rows; r += kTile) {
-      const int64_t height = rows - r < kTile ? rows - r : kTile;
+    const int64_t first = item / strips * kItemRows;
+    const int64_t end = rows - first < kItemRows ? rows : first + kItemRows;
+    for (int64_t r = first; r < end; r += kTile) {
+      const int64_t height = end - r < kTile ? end - r : kTile;
       turn_tile(in + r * cols + c, cols, height, width, out + c * rows + r, rows);
     }
   });

@@ -100,15 +100,17 @@ class Avx512Engine : public Avx512Tuning {
   const int pairs_;  // of the only block of k; 16 where there are more
 };
 
+using Thin = ThinGemm<Avx512Engine, bf16::Avx512Decoder, bf16::Avx512BlockDecoder>;
+
 }  // namespace
 
 const KernelImpl* avx512_bf16_impl() {
   static constexpr KernelImpl impl{bf16_panel_bytes,
                                    pack_bf16_panels<bf16::Avx512Decoder>,
                                    nullptr,
-                                   ThinGemm<Avx512Engine, bf16::Avx512Decoder>::run,
+                                   Thin::run,
                                    bf16_panel_row_sums,
-                                   ThinGemm<Avx512Engine, bf16::Avx512Decoder>::decodes,
+                                   Thin::decodes,
                                    pack_bf16_panels<bf16::Avx512Decoder, true>};
   return &impl;
 }

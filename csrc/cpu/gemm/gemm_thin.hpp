@@ -24,13 +24,14 @@ inline constexpr int64_t kThinRows = 64;   // of the shorter side, where it is l
 inline constexpr int64_t kFlatWork = 160;  // vectors of a FlatTable, at most
 
 // 16 rows of an operand at a time as a pair tile of the k pairs that there are.
-template <class Decoder>
+template <class Decoder, class BlockDecoder>
 class OneBlock {
  public:
   explicit OneBlock(const StridedOperand& operand)
       : source_{operand, nullptr},
         operand_(operand),
         decoder_(operand.element),
+        block_decoder_(operand.element),
         k_(static_cast<int>(operand.k)),
         used_(used_of_one_block(operand.k)) {
     const int64_t width = operand.nibbles ? 16 : round_up(used_, 16);
@@ -42,6 +43,18 @@ class OneBlock {
   }
 
   static int pairs(int64_t k) { return static_cast<int>(ceil_div(k, 2)); }
+
+  // Of 32 rows.
+  void panel(int64_t panel, uint16_t* to) {
+    const int64_t row = panel * kRowBlock;
+    if (!operand_.nibbles && operand_.code_row_stride == 1 && operand_.scale_row_stride == 1 &&
+        !is_fnuz(operand_.element) && row + kRowBlock <= operand_.rows) {
+      return block_decoder_.pair_tiles(operand_.at(row, 0), operand_.code_k_stride,
+                                       operand_.scales + row, to, to + kTileWords, k_);
+    }
+    tile(2 * panel, to);
+    tile(2 * panel + 1, to + kTileWords);
+  }
 
   void tile(int64_t group, uint16_t* to) {
     alignas(16) uint8_t bytes[16];
@@ -98,6 +111,7 @@ class OneBlock {
   const TileSource source_;
   const StridedOperand& operand_;
   const Decoder decoder_;
+  const BlockDecoder block_decoder_;
   const int k_;
   const int used_;
   int64_t in_place_;
@@ -105,7 +119,7 @@ class OneBlock {
 };
 
 // Engine: that of PanelGemm, which is also made of a number of k pairs.
-template <class Engine, class Decoder>
+template <class Engine, class Decoder, class BlockDecoder>
 class ThinGemm {
  public:
   // The side to decode.
@@ -133,7 +147,7 @@ class ThinGemm {
 
  private:
   using Simd = typename Engine::Simd;
-  using Tiles = OneBlock<Decoder>;
+  using Tiles = OneBlock<Decoder, BlockDecoder>;
   static constexpr int64_t kMostItem = 64;  // panels
 
   ThinGemm(const Range& range, const EpilogueContext& context)
@@ -242,14 +256,13 @@ class ThinGemm {
     constexpr int kRows = 8;
     const int64_t rows = range_.m1 - range_.m0;
     Tiles tiles(rhs);
-    alignas(64) uint16_t decoded[2][kTileWords];
+    alignas(64) uint16_t decoded[2 * kTileWords];
     alignas(64) int32_t powers[kThinRows] = {};
     for (int64_t r = 0; r < rows; ++r) {
       powers[r] = (static_cast<int32_t>(context_.lhs_exp[range_.m0 + r]) + 127) * (1 << 23);
     }
     for (int64_t panel = begin; panel < end; ++panel) {
-      tiles.tile(2 * panel, decoded[0]);
-      tiles.tile(2 * panel + 1, decoded[1]);
+      tiles.panel(panel, decoded);
       const int64_t n = range_.n0 + panel * kRowBlock;
       const Columns<D> columns(context_, n, static_cast<int>(least(kRowBlock, range_.n1 - n)));
       for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
@@ -258,8 +271,8 @@ class ThinGemm {
         bf16::Vec sums[kRows][2];
         for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = bf16::zero();
         for (int p = 0; p < pairs_; ++p) {
-          const bf16::Words left = bf16::load_words(decoded[0] + p * kBlock);
-          const bf16::Words right = bf16::load_words(decoded[1] + p * kBlock);
+          const bf16::Words left = bf16::load_words(decoded + p * kBlock);
+          const bf16::Words right = bf16::load_words(decoded + kTileWords + p * kBlock);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
             const bf16::Words pair = bf16::broadcast_pair(x + r * kBlock + 2 * p);
@@ -285,8 +298,7 @@ class ThinGemm {
     PendingRows<Simd> pending(context_, normal_);
     int64_t turn = 0;
     for (int64_t panel = begin; panel < end; ++panel) {
-      tiles.tile(2 * panel, buffers->decoded);
-      tiles.tile(2 * panel + 1, buffers->decoded + kTileWords);
+      tiles.panel(panel, buffers->decoded);
       const int64_t n = range_.n0 + panel * kRowBlock;
       const int cols = static_cast<int>(least(kRowBlock, range_.n1 - n));
       for (int64_t i = 0; i < row_panels; ++i) {
@@ -373,30 +385,37 @@ class ThinGemm {
     const StridedOperand lhs = part_of_rows(args_.lhs, range_.m0, range_.m1);
     const int n = static_cast<int>(args_.rhs.rows);
     Tiles tiles(lhs);
-    alignas(64) uint16_t decoded[kTileWords];
-    const int64_t groups = least(2 * end, ceil_div(lhs.rows, 16));
-    for (int64_t g = 2 * begin; g < groups; ++g) {
-      tiles.tile(g, decoded);
-      const int64_t m = range_.m0 + g * 16;
-      const auto exponent = mxtile::simd::nearest_int<Simd>(Simd::load(context_.lhs_exp + m));
-      const auto power = Simd::template shl<23>(Simd::iadd(exponent, Simd::iset(127)));
-      const int elements = static_cast<int>(least(16, range_.m1 - m)) * n;
-      for (int v = 0; 16 * v < elements; ++v) {
-        const bf16::Words row = bf16::load_words(t.row[v]);
-        const auto scale =
-            Simd::iadd(bf16::pick_pairs(power, row), bf16::load_words(t.exponent[v]));
-        auto x = Simd::mul(sixteen(t, v, row, decoded), Simd::as_float(scale));
-        if (args_.bias != nullptr) x = Simd::add(x, Simd::load(t.bias[v]));
-        const int64_t at = m * n + 16 * v;
-        const int count = elements - 16 * v < 16 ? elements - 16 * v : 16;
-        if (args_.accumulate) x = Simd::add(x, block_epilogue::load<Simd, D>(args_.out, at, count));
-        block_epilogue::store<Simd, D>(args_.out, at, x, count);
+    alignas(64) uint16_t decoded[2 * kTileWords];
+    for (int64_t panel = begin; panel < end; ++panel) {
+      tiles.panel(panel, decoded);
+      for (int half = 0; half < 2; ++half) {
+        const int64_t m = range_.m0 + panel * kRowBlock + 16 * half;
+        const int64_t rows = least(16, range_.m1 - m);
+        if (rows > 0) put_rows<D>(t, decoded + half * kTileWords, m, static_cast<int>(rows) * n);
       }
     }
   }
 
+  // `elements` of D from row m on.
+  template <DType D>
+  TE_MX_MEMBER void put_rows(const FlatTable& t, const uint16_t* decoded, int64_t m,
+                             int elements) const {
+    const auto exponent = mxtile::simd::nearest_int<Simd>(Simd::load(context_.lhs_exp + m));
+    const auto power = Simd::template shl<23>(Simd::iadd(exponent, Simd::iset(127)));
+    for (int v = 0; 16 * v < elements; ++v) {
+      const bf16::Words row = bf16::load_words(t.row[v]);
+      const auto scale = Simd::iadd(bf16::pick_pairs(power, row), bf16::load_words(t.exponent[v]));
+      auto x = Simd::mul(sixteen(t, v, row, decoded), Simd::as_float(scale));
+      if (args_.bias != nullptr) x = Simd::add(x, Simd::load(t.bias[v]));
+      const int64_t at = m * args_.rhs.rows + 16 * v;
+      const int count = elements - 16 * v < 16 ? elements - 16 * v : 16;
+      if (args_.accumulate) x = Simd::add(x, block_epilogue::load<Simd, D>(args_.out, at, count));
+      block_epilogue::store<Simd, D>(args_.out, at, x, count);
+    }
+  }
+
   struct alignas(64) RowBuffers {
-    uint16_t decoded[kTileWords];
+    uint16_t decoded[2 * kTileWords];
     float sums[kRowBlock * 16], block[kBlockFloats];
   };
 
@@ -407,10 +426,11 @@ class ThinGemm {
     Tiles tiles(lhs);
     const InRoom<RowBuffers> b;
     for (int64_t panel = begin; panel < end; ++panel) {
+      tiles.panel(panel, b->decoded);
       for (int half = 0; half < 2; ++half) {
-        tiles.tile(2 * panel + half, b->decoded);
+        const uint16_t* decoded = b->decoded + half * kTileWords;
         for (int v = 0; v < n; ++v) {
-          bf16::store(b->sums + 16 * v, sixteen(t, v, bf16::load_words(t.row[v]), b->decoded));
+          bf16::store(b->sums + 16 * v, sixteen(t, v, bf16::load_words(t.row[v]), decoded));
         }
         for (int r = 0; r < 16; ++r) {
           std::memcpy(b->block + (16 * half + r) * kRowBlock, b->sums + r * n,

@@ -184,10 +184,11 @@ Status in_one_region(const LinearArgs& a, Steps&& steps) {
 
 void round_sums(const float* sums, int64_t n, void* to, DType dtype) {
   const mxtile::mx::KeepDenormals keep_denormals;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = mxtile::mx::as_bits(sums[i]);
-    static_cast<uint16_t*>(to)[i] =
-        dtype == DType::bf16 ? mxtile::mx::f32_to_bf16(bits) : mxtile::mx::f32_to_f16(bits);
+  uint16_t* const out = static_cast<uint16_t*>(to);
+  if (dtype == DType::bf16) {  // a loop of its own: compilers make vectors of it
+    for (int64_t i = 0; i < n; ++i) out[i] = mxtile::mx::f32_to_bf16(mxtile::mx::as_bits(sums[i]));
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = mxtile::mx::f32_to_f16(mxtile::mx::as_bits(sums[i]));
   }
 }
 

@@ -85,7 +85,8 @@ struct ActArgs {
   Act act = Act::gelu;
   bool gated = false;
   float limit = 0.0f, alpha = 0.0f, offset = 0.0f;
-  void* out = nullptr;  // compact, or null
+  bool in_pairs = false;  // of a GPU, forward: column 2i is activated, column 2i + 1 is its gate
+  void* out = nullptr;    // compact, or null
   DType out_dtype = DType::f32;
   QuantizeOut to;  // of out. A CPU: backward and gated only where blocks (32 or 128) divide cols
   Execution execution;

@@ -34,15 +34,34 @@ struct MoeGemmArgs {
 };
 
 // The lists of slots topk_ids [routed]: every expert's in their order, filled up to whole blocks
-// with `routed`; behind them padding too, and experts -1.
+// with `routed`; behind them padding too, and experts -1. Or those of grouped products, with blocks
+// of one slot: where the slots of each expert end. Lists that nobody asks for are null.
 struct MoeAlignArgs {
   const int32_t* topk_ids = nullptr;
   int64_t routed = 0, experts = 0, positions = 0, blocks = 0;
   int32_t block_m = 1;
-  const int32_t* expert_map = nullptr;  // [experts] or null
+  const int32_t* expert_map = nullptr;  // [experts] or null: names in expert_ids
+  int64_t mapped = 0;  // not 0: experts of topk_ids, and of expert_map, which says whom to sort by
   int32_t* sorted_token_ids = nullptr;  // [positions]
   int32_t* expert_ids = nullptr;        // [blocks]
   int32_t* num_tokens_post_padded = nullptr;
+  int32_t top_k = 1;
+  int32_t* ends = nullptr;            // [experts]: behind the last slot of each, in positions
+  int32_t* rows = nullptr;            // [positions]: slot / top_k
+  int32_t* slot_positions = nullptr;  // [routed]: the position of each slot, -1 without an expert
+  Execution execution;
+};
+
+// out[t] = sum over j in order of weights[t, j] * values[slot_positions[t, j]], in fp32, rounded
+// once; slots without a position add nothing.
+struct MoeCombineArgs {
+  const float* values = nullptr;            // [positions, n] compact
+  const int32_t* slot_positions = nullptr;  // [tokens, top_k]
+  const float* weights = nullptr;           // [tokens, top_k]
+  int64_t tokens = 0, n = 0;
+  int32_t top_k = 1;
+  void* out = nullptr;  // [tokens, n] compact
+  DType out_dtype = DType::f32;
   Execution execution;
 };
 

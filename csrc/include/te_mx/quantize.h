@@ -46,10 +46,12 @@ struct QuantizeArgs {
   Execution execution;
 };
 
-// Groups of rows of x, each with blocks of its own. col_sum is [count, cols].
+// Groups of rows of x, each with blocks of its own. col_sum is [count, cols]. With `gather`, of a
+// GPU and of MX, row r of the groups is row gather[r] of x, and x.rows counts those of the groups.
 struct GroupedQuantizeArgs {
   QuantizeArgs all;
   Groups groups;
+  const int32_t* gather = nullptr;
 };
 
 struct DequantizeArgs {

@@ -94,13 +94,15 @@ int grouped_config_count();
 const char* grouped_config_name(int config);
 
 // ------------------------------------------------------------------------------ routed to experts
-// One launch each; only the device knows the routing. Plain operands of MX, tokens in FP8; k is a
-// multiple of 32, and weights have 16 rows or more and start at 16 bytes. Blocks of more than 8
-// positions are cut; of these pieces there are at most 2048. Unsupported otherwise.
+// Only the device knows the routing. Plain operands of MX, tokens in FP8; k is a multiple of 32,
+// and weights have 16 rows or more and start at 16 bytes; those in E4M3 may also be tiles, of a
+// multiple of 16 rows. Unsupported otherwise. Blocks of more than 8 positions are cut; a launch
+// takes 2048 of these pieces, others follow it.
 Status moe_gemm(const MoeGemmArgs& args);
-// At most kMostSlots slots and kMostExperts experts.
-inline constexpr int kMostSlots = 4096, kMostExperts = 1024;
+// One launch each. At most kMostExperts experts.
+inline constexpr int kMostExperts = 4096;
 Status moe_align(const MoeAlignArgs& args);
+Status moe_combine(const MoeCombineArgs& args);
 
 // ------------------------------------------------------------------------------------- fused steps
 // z = norm(x), where x has z's dtype or is fp32. counters: norm_counters(rows).

@@ -50,6 +50,7 @@ Status run(const ActArgs& a, const Groups* groups) {
       a.act > Act::gelu_erf) {
     return Status::bad_argument;
   }
+  if (a.in_pairs && (backward || !a.gated)) return Status::bad_argument;
   if (a.h.dtype != a.out_dtype ||
       (backward && (a.grad.dtype != a.out_dtype || a.grad.col_stride != 1))) {
     return Status::unsupported;
@@ -74,6 +75,7 @@ Status run(const ActArgs& a, const Groups* groups) {
     p.groups = group_table(*groups);
   }
   if (status != Status::ok) return status;
+  p.in_pairs = a.in_pairs;
   p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
   p.act = {a.act, a.gated, a.limit, a.alpha, a.offset};
   const int bytes = q.x_dtype == DType::f32 ? 4 : 2;

@@ -16,8 +16,9 @@ struct ActParams {
   int64_t cols;  // of the activated values; gates start there in h
   ActWords act;
   void* out;
-  bool vectors;  // inputs have 16-byte vectors of 8 elements only, aligned
-  bool halves;   // of a gated derivative: a tile and its twin in the other half at once
+  bool vectors;   // inputs have 16-byte vectors of 8 elements only, aligned
+  bool halves;    // of a gated derivative: a tile and its twin in the other half at once
+  bool in_pairs;  // gates lie behind what they belong to
 };
 
 // ----------------------------------------------------------------------------------------- forward
@@ -34,12 +35,19 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   if (!find_rows(t, p.q, p.groups)) return;
   const Place at;
   const Extent e(p.q, t, at);
-  const T* const from =
-      static_cast<const T*>(p.h.data) + (t.r0 + at.r) * p.h.stride + t.c0() + at.c;
-  fill_slot<T>(slot, from, p.h.stride, e, p.vectors);
-  if (p.act.gated) fill_slot<T>(gate_slot, from + p.cols, p.h.stride, e, p.vectors);
+  const T* const row = static_cast<const T*>(p.h.data) + (t.r0 + at.r) * p.h.stride;
+  const int64_t col = t.c0() + at.c;
+  if (p.in_pairs) {
+    const Extent all(e.rows, 2 * e.cols), rest(e.rows, 2 * e.cols - 8);
+    fill_slot<T>(slot, row + 2 * col, p.h.stride, all, p.vectors);
+    fill_slot<T>(gate_slot, row + 2 * col + 8, p.h.stride, rest, p.vectors);
+  } else {
+    fill_slot<T>(slot, row + col, p.h.stride, e, p.vectors);
+    if (p.act.gated) fill_slot<T>(gate_slot, row + col + p.cols, p.h.stride, e, p.vectors);
+  }
   const OutRows<T> out(p.out, p.cols, t.r0 + at.r, t.c0() + at.c);
   wait_for_slots();
+  if (p.in_pairs) part_pairs<T>(slot, gate_slot);
   with_activation<sizeof(T) == 4>(p.act, [&](const auto& act) {
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {

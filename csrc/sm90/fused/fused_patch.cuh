@@ -78,6 +78,31 @@ __device__ __forceinline__ void fill_slot(uint4* slot, const In* from, int64_t s
   }
 }
 
+// Rows of two slots that hold 16 elements in pairs: the first of each pair to one slot, the second
+// to the other.
+template <class In>
+__device__ __forceinline__ void part_pairs(uint4* firsts, uint4* seconds) {
+  constexpr int kVectors = Input<In>::kVectors;
+#pragma unroll 1
+  for (int k = 0; k < 8; ++k) {
+    In of[16], first[8], second[8];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int at = (k * kVectors + j) * kChunkStep;
+      reinterpret_cast<uint4*>(of)[j] = firsts[at];
+      reinterpret_cast<uint4*>(of)[kVectors + j] = seconds[at];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) first[j] = of[2 * j], second[j] = of[2 * j + 1];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int at = (k * kVectors + j) * kChunkStep;
+      firsts[at] = reinterpret_cast<const uint4*>(first)[j];
+      seconds[at] = reinterpret_cast<const uint4*>(second)[j];
+    }
+  }
+}
+
 __device__ __forceinline__ void wait_for_slots() {
   __pipeline_commit();
   __pipeline_wait_prior(0);

@@ -1,5 +1,6 @@
-// Slots sorted by expert and cut into blocks, by one CTA: a thread an expert walks over all slots,
-// which lie in shared memory, so that every expert's keep their order.
+// Slots sorted by expert and cut into blocks. Every CTA counts all slots, and places those of a
+// part of its own: a thread an expert walks over them, so that every expert's keep their order. No
+// CTA waits for another one.
 #include "common/device.h"
 #include "common/launch.h"
 #include "mxtile/sm90/barrier.cuh"
@@ -8,60 +9,117 @@
 namespace te_mx::sm90 {
 namespace {
 
-constexpr int kThreads = kMostExperts;
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kPart = 1024;  // slots of a CTA
+
+// The expert by which a slot is sorted, -1 for none.
+__device__ __forceinline__ int expert_of(const MoeAlignArgs& a, int64_t slot) {
+  int expert = __ldg(a.topk_ids + slot);
+  if (a.mapped > 0) expert = expert >= 0 && expert < a.mapped ? __ldg(a.expert_map + expert) : -1;
+  return expert >= 0 && expert < a.experts ? expert : -1;
+}
 
 __global__ void __launch_bounds__(kThreads)
     moe_align_kernel(const __grid_constant__ MoeAlignArgs a) {
-  __shared__ int32_t slots[kMostSlots], ends[kThreads];
-  __shared__ int32_t warp_sums[kThreads / 32];
+  __shared__ int32_t counts[kMostExperts];  // of all slots
+  __shared__ int32_t starts[kMostExperts];  // of those before the part; where its own ones go
+  __shared__ int4 quads[kPart / 4];         // the experts of the part's slots
+  __shared__ int32_t warp_sums[kWarps];
   const int me = static_cast<int>(threadIdx.x), warp = me / 32, lane = me % 32;
-  const int routed = static_cast<int>(a.routed), experts = static_cast<int>(a.experts);
+  const int experts = static_cast<int>(a.experts), cta = static_cast<int>(blockIdx.x);
+  const int64_t first = int64_t{cta} * kPart;
+  int32_t* const slots = reinterpret_cast<int32_t*>(quads);
+  for (int e = me; e < experts; e += kThreads) counts[e] = starts[e] = 0;
   mxtile::sm90::await_predecessors();
-  for (int i = me; i < routed; i += kThreads) slots[i] = __ldg(a.topk_ids + i);
+  __syncthreads();
+  slots[me] = -1;
+  for (int64_t i = me; i < a.routed; i += kThreads) {
+    const int expert = expert_of(a, i);
+    if (i >= first && i < first + kPart) slots[i - first] = expert;
+    if (expert < 0) continue;
+    atomicAdd(&counts[expert], 1);
+    if (i < first) atomicAdd(&starts[expert], 1);
+  }
   __syncthreads();
 
-  int count = 0;
-  if (me < experts) {
-    for (int i = 0; i < routed; ++i) count += slots[i] == me ? 1 : 0;
-  }
-  const int padded = (count + a.block_m - 1) / a.block_m * a.block_m;
-  int end = padded;  // the sum up to this expert
+  // Every thread has some experts that follow each other, whose blocks begin behind `end`.
+  const int each = (experts + kThreads - 1) / kThreads;
+  const int from = min(me * each, experts), to = min(from + each, experts);
+  const auto padded = [&](int e) { return (counts[e] + a.block_m - 1) / a.block_m * a.block_m; };
+  int mine = 0;
+  for (int e = from; e < to; ++e) mine += padded(e);
+  int end = mine;  // the sum up to these experts
   for (int d = 1; d < 32; d *= 2) {
     const int before = __shfl_up_sync(~0u, end, d);
     if (lane >= d) end += before;
   }
   if (lane == 31) warp_sums[warp] = end;
   __syncthreads();
-  for (int w = 0; w < warp; ++w) end += warp_sums[w];
-  ends[me] = end;
+  int used = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) end += warp_sums[w];
+    used += warp_sums[w];
+  }
+  end -= mine;
+  for (int e = from; e < to; ++e) {
+    const int start = end, rows_end = start + counts[e];
+    end += padded(e);
+    starts[e] += start;
+    if (e % gridDim.x != cta) continue;
+    if (a.ends != nullptr) a.ends[e] = rows_end;
+    if (a.sorted_token_ids != nullptr)
+      for (int at = rows_end; at < end; ++at) a.sorted_token_ids[at] = static_cast<int>(a.routed);
+    if (a.expert_ids != nullptr) {
+      const bool named = a.expert_map != nullptr && a.mapped == 0;
+      const int owner = named ? __ldg(a.expert_map + e) : e;
+      for (int b = start / a.block_m; b < end / a.block_m; ++b) a.expert_ids[b] = owner;
+    }
+  }
   __syncthreads();
 
-  const int used = ends[kThreads - 1], positions = static_cast<int>(a.positions);
-  if (me < experts) {
-    int at = end - padded;
-    for (int i = 0; i < routed; ++i) {
-      if (slots[i] == me) a.sorted_token_ids[at++] = i;
+  const int slot0 = static_cast<int>(first);
+  for (int e = me; e < experts; e += kThreads) {
+    int at = starts[e];
+    const auto place = [&](int slot) {
+      if (a.sorted_token_ids != nullptr) a.sorted_token_ids[at] = slot;
+      if (a.rows != nullptr) a.rows[at] = slot / a.top_k;
+      if (a.slot_positions != nullptr) a.slot_positions[slot] = at;
+      ++at;
+    };
+#pragma unroll 4
+    for (int i = 0; i < kPart; i += 4) {
+      const int4 v = quads[i / 4];
+      if (v.x == e) place(slot0 + i);
+      if (v.y == e) place(slot0 + i + 1);
+      if (v.z == e) place(slot0 + i + 2);
+      if (v.w == e) place(slot0 + i + 3);
     }
-    for (; at < end; ++at) a.sorted_token_ids[at] = routed;
-    const int owner = a.expert_map == nullptr ? me : __ldg(a.expert_map + me);
-    for (int b = (end - padded) / a.block_m; b < end / a.block_m; ++b) a.expert_ids[b] = owner;
   }
-  for (int i = used + me; i < positions; i += kThreads) a.sorted_token_ids[i] = routed;
-  for (int b = used / a.block_m + me; b < a.blocks; b += kThreads) a.expert_ids[b] = -1;
-  if (me == 0) *a.num_tokens_post_padded = used;
+  if (a.slot_positions != nullptr && first + me < a.routed && slots[me] < 0)
+    a.slot_positions[first + me] = -1;
+  const int64_t thread = int64_t{cta} * kThreads + me, step = int64_t{gridDim.x} * kThreads;
+  if (a.sorted_token_ids != nullptr)
+    for (int64_t i = used + thread; i < a.positions; i += step)
+      a.sorted_token_ids[i] = static_cast<int>(a.routed);
+  if (a.expert_ids != nullptr)
+    for (int64_t b = used / a.block_m + thread; b < a.blocks; b += step) a.expert_ids[b] = -1;
+  if (thread == 0 && a.num_tokens_post_padded != nullptr) *a.num_tokens_post_padded = used;
 }
 
 }  // namespace
 
 Status moe_align(const MoeAlignArgs& a) {
-  if (a.topk_ids == nullptr || a.sorted_token_ids == nullptr || a.expert_ids == nullptr ||
-      a.num_tokens_post_padded == nullptr || a.experts < 1 || a.block_m < 1)
+  const bool lists = a.sorted_token_ids != nullptr && a.expert_ids != nullptr &&
+                     a.num_tokens_post_padded != nullptr;
+  if (a.topk_ids == nullptr || (!lists && a.ends == nullptr) || a.experts < 1 || a.block_m < 1 ||
+      a.top_k < 1 || a.routed < 0 || (a.mapped > 0 && a.expert_map == nullptr))
     return Status::bad_argument;
-  if (a.routed > kMostSlots || a.experts > kMostExperts || a.positions >= int64_t{1} << 30)
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (a.experts > kMostExperts || a.positions >= kMost || a.routed >= kMost)
     return Status::unsupported;
   cudaLaunchAttribute attributes[] = {early_start()};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
+  config.gridDim = dim3(static_cast<unsigned>(a.routed / kPart + 1));
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(a.execution.stream);
   config.attrs = attributes;

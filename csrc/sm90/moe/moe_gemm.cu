@@ -1,4 +1,6 @@
 // The launcher of moe_gemm.cuh.
+#include <algorithm>
+
 #include "common/device.h"
 #include "common/formats.h"
 #include "common/launch.h"
@@ -28,24 +30,29 @@ Status check(const MoeGemmArgs& a) {
   if (status == Status::ok) status = check_mx(a.lhs.element, a.lhs.scaling);
   if (status != Status::ok) return status;
   const int64_t most = (int64_t{1} << 31) - 257;
-  const int64_t pieces = r.blocks * pieces_of_block(r);
+  const int64_t pieces = r.blocks * pieces_of_block(r, kColumn);
+  const bool packed = a.rhs.layout == Layout::tiles;
+  if (a.lhs.layout != Layout::k_last || (!packed && a.rhs.layout != Layout::k_last))
+    return Status::bad_argument;
   if (!is_fp8(a.lhs.element) || !is_of_weights(a.rhs.element) || a.rhs.k % kBlock != 0 ||
-      a.rhs.rows < kRows || a.rhs.rows > most || a.rhs.k > most || r.routed > most ||
-      r.positions > most || pieces > kMostPieces || !aligned(a.rhs.codes, 16) ||
-      !aligned(a.lhs.codes, 8) || !aligned(a.rhs.scales, 2) || !aligned(a.lhs.scales, 4))
+      a.rhs.rows < kRows ||
+      (packed && (a.rhs.rows % kRows != 0 || a.rhs.element != Element::e4m3)) ||
+      a.rhs.rows > most || a.rhs.k > most || r.routed > most || r.positions > most ||
+      pieces > most || !aligned(a.rhs.codes, 16) || !aligned(a.lhs.codes, 8) ||
+      !aligned(a.rhs.scales, 2) || !aligned(a.lhs.scales, 4))
     return Status::unsupported;
   const int64_t slices = (a.rhs.rows + kRows - 1) / kRows;
-  return pieces * slices > most ? Status::unsupported : Status::ok;
+  return kMostPieces * slices > most ? Status::unsupported : Status::ok;
 }
 
-template <Element kW, Element kX, int kCtas>
+template <Element kW, int kColumns, int kCtas>
 Status launch(const MoeParams& p, int64_t pieces, const Device& device, void* stream) {
-  const auto kernel = &moe_gemm_kernel<kW, kX, kCtas>;
+  const auto kernel = &moe_gemm_kernel<kW, kColumns, kCtas>;
   static thread_local int prepared = -1;  // the device whose limit is raised
   if (prepared != device.index) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(room_bytes<kW, kCtas>(kMostPieces)));
+                             static_cast<int>(room_bytes<kW, kColumns, kCtas>(kMostPieces)));
     if (error != cudaSuccess) return started(error);
     prepared = device.index;
   }
@@ -54,7 +61,7 @@ Status launch(const MoeParams& p, int64_t pieces, const Device& device, void* st
   const int64_t items = pieces * p.slices, ctas = int64_t{device.sms} * kCtas;
   config.gridDim = dim3(static_cast<unsigned>(items < ctas ? items : ctas));
   config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = static_cast<size_t>(room_bytes<kW, kCtas>(pieces));
+  config.dynamicSmemBytes = static_cast<size_t>(room_bytes<kW, kColumns, kCtas>(pieces));
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = 1;
@@ -66,18 +73,28 @@ Status launch(const MoeParams& p, int64_t pieces, const Device& device, void* st
 template <Element kW>
 bool three_are_better(int64_t pieces, int64_t items, int sms) {
   constexpr int64_t kSmem = 228 * 1024, kReserved = 1024;  // of an SM, of every CTA
-  if (3 * (room_bytes<kW, 3>(pieces) + kReserved) > kSmem) return false;
+  if (3 * (room_bytes<kW, 1, 3>(pieces) + kReserved) > kSmem) return false;
   const auto turns = [&](int ctas) { return ctas * ceil_div(items, int64_t{ctas} * sms); };
   return turns(3) < turns(2) + (kW == Element::e2m1 ? 0 : 1);
 }
 
-template <Element kW, Element kX>
-Status launch_any(const MoeParams& p, int64_t pieces, const Execution& execution) {
+template <Element kW>
+Status launch_any(const MoeParams& p, int columns, int64_t pieces, const Execution& execution) {
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
+  if (columns == 4) return launch<kW, 4, 2>(p, pieces, device, execution.stream);
+  if (columns == 2) return launch<kW, 2, 2>(p, pieces, device, execution.stream);
   return three_are_better<kW>(pieces, pieces * p.slices, device.sms)
-             ? launch<kW, kX, 3>(p, pieces, device, execution.stream)
-             : launch<kW, kX, 2>(p, pieces, device, execution.stream);
+             ? launch<kW, 1, 3>(p, pieces, device, execution.stream)
+             : launch<kW, 1, 2>(p, pieces, device, execution.stream);
+}
+
+// Eights of rows that a piece has: as many as blocks of the lists have room for and experts in the
+// mean would half fill. Those that stay empty cost little.
+int columns_of(const Routing& r, int64_t experts) {
+  if (r.sorted_token_ids == nullptr) return 1;
+  const int64_t rows = 2 * r.routed / experts;
+  return r.block_m >= 32 && rows > 16 ? 4 : r.block_m >= 16 && rows > 8 ? 2 : 1;
 }
 
 }  // namespace
@@ -86,7 +103,8 @@ Status moe_gemm(const MoeGemmArgs& a) {
   const Status status = check(a);
   if (status != Status::ok) return status;
   const Routing& r = a.routing;
-  const int64_t pieces = r.blocks * pieces_of_block(r);
+  const int columns = columns_of(r, a.experts);
+  const int64_t pieces = r.blocks * pieces_of_block(r, columns * kColumn);
   if (pieces == 0 || r.routed == 0) return Status::ok;
   MoeParams p{};
   p.w = a.rhs.codes, p.w_scales = static_cast<const uint8_t*>(a.rhs.scales);
@@ -100,12 +118,19 @@ Status moe_gemm(const MoeGemmArgs& a) {
   p.groups = kWarps / p.parts;
   p.shift = log2_of(p.groups * kRows);
   p.slices = (p.n + p.groups * kRows - 1) / (p.groups * kRows);
+  p.e5m2 = a.lhs.element == Element::e5m2;
+  p.packed = a.rhs.layout == Layout::tiles;
+  p.tiles = static_cast<int>(packed_tiles(a.rhs.rows));
   p.bias = a.bias, p.bias_dtype = a.bias_dtype, p.weights = a.weights;
   p.out = a.out, p.out_dtype = a.out_dtype;
-  return with_weights(a.rhs.element, [&]<Element kW>() {
-    return a.lhs.element == Element::e5m2 ? launch_any<kW, Element::e5m2>(p, pieces, a.execution)
-                                          : launch_any<kW, Element::e4m3>(p, pieces, a.execution);
-  });
+  for (int64_t first = 0; first < pieces; first += kMostPieces) {
+    p.first_piece = static_cast<int>(first);
+    const int64_t now = std::min<int64_t>(kMostPieces, pieces - first);
+    const Status launched = with_weights(
+        a.rhs.element, [&]<Element kW>() { return launch_any<kW>(p, columns, now, a.execution); });
+    if (launched != Status::ok) return launched;
+  }
+  return Status::ok;
 }
 
 }  // namespace te_mx::sm90

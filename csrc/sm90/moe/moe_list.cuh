@@ -1,5 +1,5 @@
-// What there is to do of a routing: the pieces of 8 positions that hold a row of an expert, found
-// by every CTA for itself.
+// What there is to do of a routing: the pieces of 8, 16 or 32 positions that hold a row of an
+// expert, found by every CTA for itself.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,20 @@
 
 namespace te_mx::sm90::moe {
 
-inline constexpr int kTokens = 8;         // positions of a piece: columns of an instruction
-inline constexpr int kMostPieces = 2048;  // of all blocks, those that hold nothing too
+inline constexpr int kColumn = 8;         // positions beside each other in an instruction
+inline constexpr int kMostPieces = 2048;  // of a launch, those that hold nothing too
 
 struct Piece {
   int first, expert;  // first position
 };
 
 // The pieces of a block; without sorted_token_ids a block is one row.
-inline __host__ __device__ int pieces_of_block(const Routing& r) {
-  return r.sorted_token_ids == nullptr ? 1 : (r.block_m + kTokens - 1) / kTokens;
+inline __host__ __device__ int pieces_of_block(const Routing& r, int tokens) {
+  return r.sorted_token_ids == nullptr ? 1 : (r.block_m + tokens - 1) / tokens;
 }
 
+// kTokens: positions of a piece.
+template <int kTokens>
 struct PieceList {
   const Routing& r;
   int experts;
@@ -41,13 +43,13 @@ struct PieceList {
     return at < min(block_end, used) ? known(__ldg(r.sorted_token_ids + at)) : -1;
   }
 
-  // Writes the pieces to do in order and returns their number, to all threads of the CTA. `counts`:
-  // room for a number a warp and one more.
-  __device__ __forceinline__ int find(Piece* pieces, int* counts) const {
-    const int per = pieces_of_block(r), all = blocks * per;
+  // Writes the pieces to do, of kMostPieces from `begin` on, in order and returns their number, to
+  // all threads of the CTA. `counts`: room for a number a warp.
+  __device__ __forceinline__ int find(Piece* pieces, int* counts, int begin) const {
+    const int per = pieces_of_block(r, kTokens), all = min(blocks * per, begin + kMostPieces);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     int found = 0;
-    int base = 0;
+    int base = begin;
     // NOTE: the first lists are asked for together with the number of positions that count: what
     // lies past them is there, and not used.
     do {

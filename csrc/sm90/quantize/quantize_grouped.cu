@@ -40,6 +40,8 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
   if (status != Status::ok) return status;
   status = check_groups(a, groups);
   if (status != Status::ok) return status;
+  if (args.gather != nullptr && (!rounds_plainly(to) || is_blockwise(to.scaling)))
+    return Status::unsupported;
   if (!rounds_plainly(to)) {
     status = is_blockwise(to.scaling) ? Status::unsupported : quantize_randomly(a, to, &groups);
   } else if (is_blockwise(to.scaling)) {
@@ -49,9 +51,10 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
     QuantizeParams p;
     status = quantize_params(a, tiles, tiles * kTile, p);
     if (status != Status::ok) return status;
-    status =
-        launch_quantize(p, row_tiles_of(a.x, group_table(groups)), tile_grid(p, p.col_tiles),
-                        tiles * p.col_tiles, static_cast<cudaStream_t>(a.stream), Start::early);
+    RowTiles where = row_tiles_of(a.x, group_table(groups));
+    where.gather = args.gather;
+    status = launch_quantize(p, where, tile_grid(p, p.col_tiles), tiles * p.col_tiles,
+                             static_cast<cudaStream_t>(a.stream), Start::early);
   }
   return status != Status::ok || a.col_sum == nullptr ? status : launch_group_sums(a, groups);
 }

@@ -224,6 +224,7 @@ struct RowTiles {
   using Outputs = const Params&;
   static constexpr bool kOfWeights = false;  // not only
   GroupTable groups;                         // of none: rows are not grouped
+  const int32_t* gather;                     // the row of x of each row, or null; of tiles only
   int begins[kMostJoined];    // the first tile of rows; past all tiles where there is no matrix
   uintptr_t xs[kMostJoined];  // where row 0 of all would be, if every row were this matrix's
 
@@ -244,7 +245,7 @@ struct RowTiles {
 };
 
 inline RowTiles row_tiles_of(const void* x, const GroupTable& groups = {}) {
-  RowTiles rows{groups};
+  RowTiles rows{groups, nullptr};
   rows.xs[0] = reinterpret_cast<uintptr_t>(x);
   for (int i = 1; i < kMostJoined; ++i) rows.begins[i] = INT32_MAX;
   return rows;
@@ -258,9 +259,23 @@ __device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const W
   typename Where::template Outputs<QuantizeParams> p = where.outputs(all, t);
   const Place at;
   typename Input<T>::Word x[8][4];
-  load_patch<T>(
-      x, static_cast<const T*>(where.x(all, t)) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
-      p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
+  const T* const from = static_cast<const T*>(where.x(all, t)) + t.c0() + at.c;
+  void* const slot = &s.codes[0][0] + 64 * threadIdx.x;
+  if constexpr (!Where::kOfWeights && !kPlain) {
+    if (where.gather != nullptr) {
+      const int32_t* const rows = where.gather + t.r0 + at.r;
+      const int left = t.cols > at.c ? t.rows - at.r : 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const T* const row = from + (k < left ? __ldg(rows + k) : 0) * p.a.x_stride;
+        load_row<T>(x[k], row, k < left ? t.cols - at.c : 0, p.x_vectors, slot);
+      }
+      quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
+      return;
+    }
+  }
+  load_patch<T>(x, from + (t.r0 + at.r) * p.a.x_stride, p.a.x_stride, t.rows - at.r, t.cols - at.c,
+                p.x_vectors, slot);
   quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
 }
 

@@ -126,6 +126,27 @@ __device__ __forceinline__ void load_patch(typename Input<T>::Word (&x)[8][4], c
   }
 }
 
+// The same of one row.
+template <class T>
+__device__ __forceinline__ void load_row(typename Input<T>::Word (&x)[4], const T* from, int cols,
+                                         bool vectors, void* slot) {
+  constexpr int kVectors = Input<T>::kVectors;
+  if (vectors) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (cols > 0) v = __ldg(reinterpret_cast<const uint4*>(from) + j);
+      reinterpret_cast<uint4*>(x)[j] = v;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int j = 0; j < 8; ++j) static_cast<T*>(slot)[j] = j < cols ? from[j] : static_cast<T>(0.0f);
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j)
+    reinterpret_cast<uint4*>(x)[j] = static_cast<const uint4*>(slot)[j];
+}
+
 // Lanes that differ in bits kBit and 2 kBit exchange halves of what they have: of four maxima each,
 // everyone ends with one over all four lanes.
 template <class T, int kBit>

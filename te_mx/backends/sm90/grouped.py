@@ -91,16 +91,20 @@ def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
     setattr(args, f"{side}_scales", to.scales.data_ptr())
 
 
-def quantize_groups(what: QuantizeGroups) -> Quantized:
-    """The tokens of all groups, which are not empty, in one read."""
+def quantize_groups(what: QuantizeGroups, gather: Tensor | None = None) -> Quantized:
+    """The tokens of all groups, which are not empty, in one read. gather: int32, the row of x that
+    each row of the groups is, instead of the rows of x in their order."""
     x, (offs, capacity), row_spec, col_spec, rule, col_sum, seed = what
-    check_ends(what.groups, len(x))
-    (rows, cols), device = x.shape, x.device
+    rows, cols, device = len(x), x.shape[1], x.device
+    if gather is None:
+        check_ends(what.groups, rows)
+    else:
+        rows = len(gather)
     x, offs = binding.rows_of(x), offs_on_device(offs, device)
     args = _native().GroupedQuantizeArgs(
         x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
         x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows), seed=pointer(seed),
-        **fields_to(row_spec, col_spec, rule),
+        gather=pointer(gather), **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
     made, _partial = set_outputs(args, row_spec, col_spec, (rows, cols), offs, col_sum)
     binding.set_execution(args, device.index)
@@ -150,7 +154,7 @@ def sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.d
 def quantize_weights(what: QuantizeWeights) -> StackedParts:
     """The weights of all groups, which are not empty, in one read."""
     weights, row_spec, col_spec, rule = what
-    packed = [spec for spec in (row_spec, col_spec) if spec and not _is_plain(spec)]
+    packed = [spec for spec in (row_spec, col_spec) if spec and not is_plain(spec)]
     turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
     if turned and packed and not any(map(is_aligned, packed)):
         # They lie [G, cols, rows]. Packed rows of a matrix are the packed columns of the turned
@@ -162,7 +166,7 @@ def quantize_weights(what: QuantizeWeights) -> StackedParts:
     return _quantize_weights(what)
 
 
-def _is_plain(spec: str) -> bool:
+def is_plain(spec: str) -> bool:
     return spec_of(spec).layout.name in binding.PLAIN_LAYOUTS
 
 
@@ -343,7 +347,7 @@ class HopperGemmRows(Kernel):
     def run(self, p: GroupedRows) -> str:
         (offs, capacity), rhs, rows = p.groups, p.rhs, p.lhs.rows
         check_ends(p.groups, rows)
-        if _is_plain(rhs.spec):
+        if is_plain(rhs.spec):
             offs = offs_on_device(offs, p.out.device)  # once for both kernels
             p = p._replace(groups=Groups(offs, capacity))
             rhs = pack_weights(rhs, offs, capacity, rows, p.mode.spread)

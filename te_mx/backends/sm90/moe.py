@@ -13,14 +13,22 @@ from te_mx.backends.base import pointer, typed_address
 from te_mx.backends.native import FORMATS, record_of
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.grouped import pack_weights
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Align, RoutedGemm, capacity
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Stack
 
 LEAST_ROWS, BLOCK = 16, 32  # of weights, and of k
+
+
+def in_tiles(stack: Stack, spread: int) -> Stack:
+    """All of some plain weights, packed."""
+    ends = torch.arange(1, stack.groups + 1, device=stack.codes.device, dtype=torch.int32)
+    return pack_weights(stack, ends, 0, stack.groups, spread)
 
 
 class HopperMoeGemm(Kernel):
@@ -30,7 +38,13 @@ class HopperMoeGemm(Kernel):
     op, name = "moe_gemm", "sm90_moe"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "rows")
+        reason = why_not(problem._replace(rhs=""), "rows") or why_not(
+            problem._replace(lhs=problem.rhs, rhs=""), "rows", "sm90"
+        )
+        fmt, layout = spec_of(problem.rhs)
+        packed = layout.name != "rows"
+        if reason is None and packed and (problem.n % LEAST_ROWS or fmt.name != "mxfp8_e4m3"):
+            reason = f"takes tiles of mxfp8_e4m3, of a multiple of {LEAST_ROWS} rows"
         if reason is None and spec_of(problem.lhs).format.untransformed.name not in FORMATS:
             reason = f"takes tokens in {', '.join(FORMATS)}, not {spec_of(problem.lhs).format}"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -44,6 +58,13 @@ class HopperMoeGemm(Kernel):
 
     def note(self, problem: Problem) -> str:
         return "reads weights as they lie, once for 8 routed rows of an expert"
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        """Tiles, where both kernels read them."""
+        spec = f"{stack.format.name}@sm90:{problem.spread}"
+        if spec == stack.spec or self.accepts(problem._replace(rhs=spec)) is not None:
+            return stack
+        return in_tiles(stack, problem.spread)
 
     def run(self, p: RoutedGemm) -> str | None:
         native: Any = binding.native()

@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from moe import ROUTINGS, aligned, poisoned, product
 
 import te_mx
+from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.moe import HopperMoeGemm
+from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem
 
 HERE = Place("cuda", 0)
@@ -26,7 +28,7 @@ HERE = Place("cuda", 0)
 def calls(monkeypatch: pytest.MonkeyPatch):
     """Names of the native calls, as they come."""
     made: list[str] = []
-    for name in ("moe_gemm", "moe_align"):
+    for name in ("moe_gemm", "moe_align", "moe_combine"):
         run = getattr(fake_sm90_moe, name)
         monkeypatch.setattr(
             fake_sm90_moe, name, lambda args, run=run, name=name: made.append(name) or run(args)
@@ -63,6 +65,47 @@ def test_plain_tokens_are_quantized_first(calls):
     made = te_mx.moe.grouped_gemm(x, w, *aligned(r), **call)
     assert torch.equal(made, te_mx.moe.grouped_gemm(te_mx.quantize(x), w, *aligned(r), **call))
     assert calls == ["moe_gemm", "moe_gemm"]
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_many_rows_an_expert_go_in_tiles(interleaved, elsewhere, fmt, calls):
+    """The steps of a mixture, its products in tiles; beside the reference of other devices."""
+    torch.manual_seed(1)
+    tokens, experts, hidden, inner = 150, 4, 64, 48
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16)
+    w13 = te_mx.quantize(torch.randn(experts, 2 * inner, hidden) / 8, fmt=fmt)
+    w2 = te_mx.quantize(torch.randn(experts, hidden, inner) / 8, fmt=fmt)
+    local = torch.tensor([2, -1, 0, 1, 3]) if elsewhere else None
+    ids = torch.rand(tokens, 4 + elsewhere).argsort(1)[:, :2]
+    ids[3, 1] = -1
+    scores, biases = torch.rand(tokens, 2), (torch.randn(4, 2 * inner), torch.randn(4, hidden))
+    how = {"interleaved": interleaved, "expert_map": local, "biases": biases}
+    call = (x, w13, w2, scores, ids, "swigluoai")
+    made = te_mx.moe.fused_experts(*call, **how)
+    assert calls == ["moe_align", "moe_combine"]
+    binding._problems[0] = "is not there"
+    registry.forget()
+    with pytest.warns(te_mx.FallbackWarning):
+        want = te_mx.moe.fused_experts(*call, **how).float()
+    assert float((made.float() - want).norm()) <= 2.0**-6 * float(want.norm())
+
+
+def test_a_product_of_many_rows_goes_in_tiles(calls):
+    x, w = torch.randn(150, 70), te_mx.quantize(torch.randn(3, 20, 70))
+    ids = torch.rand(150, 3).argsort(1)[:, :2].int()
+    ids[4, 1] = -1
+    lists = te_mx.moe.align_block_size(ids, 8, 3)
+    scores, out = torch.rand(150, 2), torch.full((300, 20), 7.0)
+    a = te_mx.quantize(x)
+    te_mx.moe.grouped_gemm(a, w, *lists, top_k=2, block_m=8, out=out, mul_weight_by=scores)
+    assert calls == ["moe_align", "moe_align"]
+    values, flat = w.dequantize(), ids.flatten().long()
+    want = (a.dequantize().repeat_interleave(2, 0).unsqueeze(1) @ values[flat].mT).squeeze(1)
+    want = want * scores.view(-1, 1)
+    want[9] = 7.0
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,60 @@ constexpr PairOrder make_pair_order() {
 }
 inline constexpr PairOrder kPairOrder = make_pair_order();
 
+// Byte order of k pairs of 32 rows from two vectors of their codes, rows 0..15 in the low
+// and 16..31 in the high halves of the lanes.
+constexpr PairOrder make_row_pair_order() {
+  PairOrder o{};
+  for (int i = 0; i < 64; ++i) {
+    const int row = i / 16 * 4 + i % 16 / 8 * 16 + i % 8 / 2;
+    o.index[i] = static_cast<uint8_t>(row + i % 2 * 64);
+  }
+  return o;
+}
+inline constexpr PairOrder kRowPairOrder = make_row_pair_order();
+
+// Decodes 32 rows of one block of at most 32 k, codes[k * stride + row], to pair tiles of as many k
+// as there are. For elements with a negative zero.
+struct Avx512BlockDecoder {
+  const CodeTable& table;
+
+  __attribute__((always_inline)) explicit Avx512BlockDecoder(Element format)
+      : table(kWholeTables[static_cast<int>(format)]) {}
+
+  __attribute__((always_inline)) inline void pair_tiles(const uint8_t* codes, ptrdiff_t stride,
+                                                        const uint8_t* scale_bytes, uint16_t* first,
+                                                        uint16_t* second, int k) const {
+    const __m512i low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
+    const __m512i high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
+    const __m512i order = _mm512_load_si512(kRowPairOrder.index), sign = _mm512_set1_epi8(-128);
+    const __mmask32 nan = _mm256_cmpeq_epi8_mask(row_codes256(scale_bytes), _mm256_set1_epi8(-1));
+    for (int p = 0; 2 * p < k; ++p, codes += 2 * stride) {
+      const __m512i even = row_codes(codes);
+      const __m512i odd = 2 * p + 1 < k ? row_codes(codes + stride) : _mm512_setzero_si512();
+      const __m512i pairs = _mm512_permutex2var_epi8(even, order, odd);
+      const __m512i low = _mm512_permutex2var_epi8(low0, pairs, low1);
+      __m512i high = _mm512_permutex2var_epi8(high0, pairs, high1);
+      high = _mm512_ternarylogic_epi64(high, pairs, sign, 0xF8);  // high | (pairs & sign)
+      __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
+      if (__builtin_expect(nan != 0, 0)) {
+        const __m512i quiet = _mm512_set1_epi16(kQuietNan);
+        a = _mm512_mask_or_epi32(a, static_cast<__mmask16>(nan), a, quiet);
+        b = _mm512_mask_or_epi32(b, static_cast<__mmask16>(nan >> 16), b, quiet);
+      }
+      _mm512_store_si512(first + p * kTileK, a);
+      _mm512_store_si512(second + p * kTileK, b);
+    }
+  }
+
+ private:
+  MXTILE_STATIC __m256i row_codes256(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  MXTILE_STATIC __m512i row_codes(const uint8_t* p) {
+    return _mm512_castsi256_si512(row_codes256(p));
+  }
+};
+
 // Byte order that repeats the byte of row i in 32-bit lane i, from lanes of 4 bytes of 4 rows.
 constexpr PairOrder make_byte_order() {
   PairOrder o{};

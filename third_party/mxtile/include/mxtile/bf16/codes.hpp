@@ -86,6 +86,26 @@ MXTILE_STATIC uint16_t exponent_word(int byte, int row_byte) {
   return static_cast<uint16_t>((static_cast<unsigned>(byte - row_byte + kRelative) << 7) - 1u);
 }
 
+// Tables of words that are whole: of values whose block has the exponent of their row.
+constexpr CodeTable make_whole_table(Element format) {
+  CodeTable t = make_code_table(format);
+  for (unsigned i = 0; i < 128; ++i) {
+    const unsigned word = t.low[i] | static_cast<unsigned>(t.high[i]) << 8;
+    if ((word & 1u) == 0) continue;
+    const unsigned whole = word + (static_cast<unsigned>(kRelative) << 7) - 1u;
+    t.low[i] = static_cast<uint8_t>(whole & 0xFF);
+    t.high[i] = static_cast<uint8_t>(whole >> 8 & 0xFF);
+  }
+  return t;
+}
+
+// By Element.
+inline constexpr CodeTable kWholeTables[] = {
+    make_whole_table(Element::e4m3),     make_whole_table(Element::e5m2),
+    make_whole_table(Element::e4m3fnuz), make_whole_table(Element::e5m2fnuz),
+    make_whole_table(Element::e3m2),     make_whole_table(Element::e2m3),
+    make_whole_table(Element::e2m1)};
+
 MXTILE_STATIC uint16_t decode(const CodeTable& table, uint8_t code, int byte, int row_byte) {
   const unsigned magnitude = code & 0x7Fu;
   unsigned word = table.low[magnitude] | (static_cast<unsigned>(table.high[magnitude]) << 8);

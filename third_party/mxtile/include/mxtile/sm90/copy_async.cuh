@@ -17,6 +17,9 @@ __device__ __forceinline__ void copy16_async(void* smem, const void* gmem, bool 
 __device__ __forceinline__ void copy4_async(uint32_t smem, const void* gmem) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(gmem) : "memory");
 }
+__device__ __forceinline__ void copy4_async(void* smem, const void* gmem) {
+  copy4_async(smem_addr(smem), gmem);
+}
 
 // Ends a group: what this thread started since the last one, perhaps nothing.
 __device__ __forceinline__ void end_copy_group() {

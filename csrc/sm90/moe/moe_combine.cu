@@ -1,0 +1,84 @@
+// What the experts made of each token, weighted and added up in the order of its slots.
+#include <algorithm>
+
+#include "common/device.h"
+#include "common/launch.h"
+#include "common/numbers.cuh"
+#include "mxtile/sm90/barrier.cuh"
+#include "te_mx/sm90.h"
+
+namespace te_mx::sm90 {
+namespace {
+
+constexpr int kThreads = 256, kAtOnce = 8;  // slots whose numbers are on their way together
+
+struct Four {
+  float v[4];
+};
+
+// Numbers i .. i + 3 of a row, of which `left` exist.
+__device__ __forceinline__ Four load_four(const float* row, int left, bool vectors) {
+  Four four{};
+  if (vectors) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(row));
+    return {{v.x, v.y, v.z, v.w}};
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four.v[i] = i < left ? __ldg(row + i) : 0.0f;
+  return four;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    moe_combine_kernel(const __grid_constant__ MoeCombineArgs a, bool vectors) {
+  mxtile::sm90::await_predecessors();
+  const int64_t quads = (a.n + 3) / 4;
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at >= a.tokens * quads) return;
+  const int64_t token = at / quads, column = at % quads * 4;
+  const int left = static_cast<int>(min(int64_t{4}, a.n - column));
+  const int32_t* const positions = a.slot_positions + token * a.top_k;
+  const float* const weights = a.weights + token * a.top_k;
+  float sums[4] = {};
+  for (int first = 0; first < a.top_k; first += kAtOnce) {
+    Four values[kAtOnce];
+    int there[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      there[j] = first + j < a.top_k ? __ldg(positions + first + j) : -1;
+      values[j] = {};
+      if (there[j] >= 0) values[j] = load_four(a.values + there[j] * a.n + column, left, vectors);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (there[j] < 0) continue;
+      const float weight = __ldg(weights + first + j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(values[j].v[i], weight));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < left) store_number(a.out, token * a.n + column + i, a.out_dtype, sums[i]);
+}
+
+}  // namespace
+
+Status moe_combine(const MoeCombineArgs& a) {
+  if (a.values == nullptr || a.slot_positions == nullptr || a.weights == nullptr ||
+      a.out == nullptr || a.top_k < 1 || !known(a.out_dtype))
+    return Status::bad_argument;
+  const int64_t threads = a.tokens * ((a.n + 3) / 4), ctas = (threads + kThreads - 1) / kThreads;
+  if (ctas == 0) return Status::ok;
+  if (ctas > INT32_MAX) return Status::unsupported;
+  cudaLaunchAttribute attributes[] = {early_start()};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(a.execution.stream);
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  const bool vectors = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.values) % 16 == 0;
+  return started(cudaLaunchKernelEx(&config, moe_combine_kernel, a, vectors));
+}
+
+}  // namespace te_mx::sm90

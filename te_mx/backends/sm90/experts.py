@@ -1,0 +1,193 @@
+"""Mixtures with many rows an expert on Hopper: slots are sorted by expert, and everything between
+the tokens and the sums over their slots lies in that order, in tiles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import FLOAT_DTYPES, pointer
+from te_mx.backends.native import fields_to
+from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.fused import makes
+from te_mx.backends.sm90.grouped import (
+    expect,
+    gemm_rows,
+    groups_of,
+    is_plain,
+    not_adaptive,
+    pack_weights,
+    quantize_groups,
+    set_outputs,
+)
+from te_mx.backends.sm90.moe import HopperMoeGemm, in_tiles
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import FLOAT_DTYPES as DTYPES
+from te_mx.dispatch.fused import ACT_IDS
+from te_mx.dispatch.grouped_calls import GroupedRows, Groups, QuantizeGroups
+from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, rows_of_expert
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import register
+from te_mx.layouts.operand import Operand, Stack
+
+# Mean rows of an expert from which tiles are faster than reading weights once for 8 rows, although
+# weights that lie as codes and scales are packed at every call.
+LEAST_ROWS, LEAST_ROWS_PACKED = 32, 12
+LEAST_SORTED = 64  # the same of one product, whose rows are sorted and put back
+MOST_EXPERTS = 4096  # te_mx/sm90.h
+_I32 = torch.int32
+
+
+class Sorted(NamedTuple):
+    """Slots in the order of their experts, int32: where those of each expert end [experts], the
+    row of tokens of every position [slots], the position of every slot [slots], -1 for none."""
+
+    ends: Tensor
+    rows: Tensor
+    positions: Tensor
+
+
+def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | None = None) -> Sorted:
+    """Slots with ids of experts, `per_row` of which share a row of tokens."""
+    native: Any = binding.native()
+    ids = ids.reshape(-1).contiguous()
+    local = None if expert_map is None else expert_map.contiguous()
+    made = Sorted(
+        *(torch.empty(n, dtype=_I32, device=ids.device) for n in (experts, len(ids), len(ids)))
+    )
+    args = native.MoeAlignArgs(
+        topk_ids=ids.data_ptr(), routed=len(ids), experts=experts, positions=len(ids),
+        expert_map=pointer(local), mapped=0 if local is None else len(local), top_k=per_row,
+        ends=made.ends.data_ptr(), rows=made.rows.data_ptr(),
+        slot_positions=made.positions.data_ptr(),
+    )  # fmt: skip
+    binding.set_execution(args, ids.device.index)
+    if not binding.supported(native.moe_align(args)):
+        raise RuntimeError(f"te_mx internal error: {len(ids)} slots of {experts} experts")
+    return made
+
+
+def why_not_sorted(problem: Problem) -> str | None:
+    """Why no product with weights of experts runs in tiles."""
+    reason = why_not(problem._replace(rhs=""), "rows") or why_not(
+        problem._replace(lhs=problem.rhs, rhs=""), "rows", "sm90"
+    )
+    reason = reason or not_adaptive(problem)
+    if reason is None and problem.dtype not in DTYPES:
+        reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
+    if reason is None and problem.groups > MOST_EXPERTS:
+        reason = f"sorts by at most {MOST_EXPERTS} experts, this has {problem.groups}"
+    return reason or why_not_second(problem.rhs)
+
+
+def product(lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, out: Tensor,
+            what: Any) -> Tensor:  # fmt: skip
+    """out: sorted rows times the weights of their experts."""
+    rhs = weight
+    if is_plain(weight.spec):
+        rhs = pack_weights(weight, groups.offs, groups.capacity, lhs.rows, what.mode.spread)
+    gemm_rows(GroupedRows(lhs, rhs, groups, bias, out, what.mode), rhs)
+    return out
+
+
+class HopperExperts(ExpertsKernel):
+    """Six launches, and one a weight that is packed on the way."""
+
+    name = "sm90_tiles"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not_sorted(problem)
+        row = problem.lhs.replace("@rows", f"@sm90_rows:{problem.spread}")
+        if reason is None and not makes(row, "", problem.rule, problem.dtype):
+            reason = f"makes no {problem.lhs} of activated {problem.dtype}"
+        least = LEAST_ROWS if is_plain(problem.rhs) else LEAST_ROWS_PACKED
+        if reason is None and rows_of_expert(problem) < least:
+            reason = f"is for {least} rows an expert or more"
+        return reason
+
+    def run(self, what: Experts) -> Tensor:
+        first, second, (tokens, top_k), x = what.first, what.second, what.ids.shape, what.x
+        slots = sort_slots(what.ids, first.groups, top_k, what.expert_map)
+        groups, device = Groups(slots.ends), x.device
+        spec = f"{what.format}@sm90_rows:{what.mode.spread}"
+        quantized = quantize_groups(QuantizeGroups(x, groups, spec, "", what.rule), slots.rows).row
+        assert quantized is not None
+        rows = len(slots.rows)
+        h = torch.empty((rows, first.rows), dtype=x.dtype, device=device)
+        product(quantized, first, groups, what.biases[0], h, what)
+        middle = self._activated(h, spec, groups, what)
+        y = torch.empty((rows, second.rows), dtype=torch.float32, device=device)
+        product(middle, second, groups, what.biases[1], y, what)
+        out = torch.empty((tokens, second.rows), dtype=x.dtype, device=device)
+        native: Any = binding.native()
+        args = native.MoeCombineArgs(
+            values=y.data_ptr(), slot_positions=slots.positions.data_ptr(),
+            weights=what.weights.data_ptr(), tokens=tokens, n=second.rows, top_k=top_k,
+            out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype],
+        )  # fmt: skip
+        binding.set_execution(args, device.index)
+        binding.supported(native.moe_combine(args))
+        return out
+
+    def _activated(self, h: Tensor, spec: str, groups: Groups, what: Experts) -> Operand:
+        """f(gate) * up of sorted h, quantized."""
+        native: Any = binding.native()
+        (rows, width), act, dtype = h.shape, what.act, FLOAT_DTYPES[h.dtype]
+        args = native.ActArgs(
+            h_data=h.data_ptr(), h_rows=rows, h_cols=width, h_row_stride=width, h_dtype=dtype,
+            act=ACT_IDS[act.base], gated=True, limit=act.limit, alpha=act.alpha, offset=act.offset,
+            in_pairs=what.in_pairs, out_dtype=dtype, **fields_to(spec, "", what.rule),
+        )  # fmt: skip
+        made, _ = set_outputs(args, spec, "", (rows, width // 2), groups.offs, False)
+        binding.set_execution(args, h.device.index)
+        status = native.activate_grouped(args, groups_of(groups.offs, groups.capacity, rows))
+        expect(status, f"{spec} of activated {h.dtype}")
+        assert made.row is not None
+        return made.row
+
+
+class HopperMoeTiles(Kernel):
+    """One product of routed rows in tiles: what lists and the kernel for few rows do not fit."""
+
+    op, name, rank = "moe_gemm", "sm90_moe_tiles", -1
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not_sorted(problem)
+        few = rows_of_expert(problem) < LEAST_SORTED
+        if reason is None and few and HopperMoeGemm().accepts(problem) is None:
+            reason = f"leaves less than {LEAST_SORTED} rows an expert to {HopperMoeGemm.name}"
+        return reason
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        plain_8_bits = is_plain(stack.spec) and stack.format.element.bits == 8
+        return in_tiles(stack, problem.spread) if plain_8_bits else stack
+
+    def note(self, problem: Problem) -> str:
+        return "sorts tokens by expert, in tiles"
+
+    def run(self, p: RoutedGemm) -> str:
+        experts = p.routing.experts(len(p.out), p.rhs.groups).to(_I32)
+        slots = sort_slots(experts, p.rhs.groups, p.routing.a_div)
+        groups, fmt = Groups(slots.ends), p.lhs.format
+        # Quantizing a block by "rceil" again changes no value above 2^-133.
+        values = run.dequantize(p.lhs, fmt.exact_dtype)
+        row = f"{fmt.name}@sm90_rows:{p.mode.spread}"
+        lhs = quantize_groups(QuantizeGroups(values, groups, row, "", "rceil"), slots.rows).row
+        assert lhs is not None
+        dtype = p.out.dtype if p.weights is None else torch.float32
+        sorted_out = torch.empty(p.out.shape, dtype=dtype, device=p.out.device)
+        product(lhs, p.rhs, groups, p.bias, sorted_out, p)
+        there = slots.positions >= 0
+        made = sorted_out[slots.positions.clamp(min=0)]
+        if p.weights is not None:
+            made = made * p.weights.unsqueeze(1)
+        p.out.copy_(torch.where(there.unsqueeze(1), made.to(p.out.dtype), p.out))
+        return self.name
+
+
+register(HopperExperts())
+register(HopperMoeTiles())

@@ -1,0 +1,89 @@
+"""te_mx.moe.pack_experts: weights of experts in the one form that every product with them reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx._ops import Stack
+from te_mx._ops.moe import prepared_experts
+from te_mx.api.grouped import stack_of
+from te_mx.api.groups import settings_of
+from te_mx.api.tensor import MXTensor
+from te_mx.autograd.linear_recipe import mode_of
+
+OWNER = "pack_experts"
+
+
+class PackedExperts:
+    """What `pack_experts` makes: weights [E, N, K] as `fused_experts` and `grouped_gemm` of their
+    device read them. Its fields are those of an MXTensor; it holds no plain codes."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    @property
+    def stack(self) -> Stack:
+        """The weights as ops take them."""
+        return self._stack
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._stack[3:6])
+
+    @property
+    def fmt(self) -> str:
+        return self._stack.format.name
+
+    @property
+    def device(self) -> torch.device:
+        return self._stack.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all codes and scales."""
+        return self._stack.codes.nbytes + self._stack.scales.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [E, N, K], with what packing rounded."""
+        return torch.stack([self._stack.group(i).values(dtype) for i in range(self._stack.groups)])
+
+    def __repr__(self) -> str:
+        return f"PackedExperts(shape={tuple(self.shape)}, fmt={self.fmt!r}, device={self.device})"
+
+
+def pack_experts(w: MXTensor, recipe: Any = None) -> MXTensor | PackedExperts:
+    """Weights of experts in the form that products with any number of tokens read without work.
+
+    Keep what this returns in place of w: one copy then serves the kernel for few rows of an expert
+    and the one for many, which packs an MXTensor anew in every call. It takes 1.03 bytes a
+    parameter in MXFP8. Where kernels read w as it is (on CPUs, and MXFP4) it is w itself.
+
+    Codes of MXFP8 are aligned on the way, as products of precision "adaptive" do it
+    (docs/numerics.md): blocks of 32 that lie up to the recipe's alignment spread below the largest
+    of their tile take its scale, which rounds about one code in 100,000 of normal numbers.
+
+    Args:
+        w: [E, N, K] with a rowwise copy.
+        recipe: its alignment spread counts; None means the active recipe, or the default one
+            outside of te_mx.autocast.
+
+    Raises:
+        TypeError, ValueError: w is no such MXTensor.
+    """
+    if isinstance(w, PackedExperts):
+        return w
+    given = stack_of(w, OWNER, "w")
+    made = prepared_experts(given, mode_of(settings_of(recipe, forward=False)))
+    return w if made is given else PackedExperts(made)
+
+
+def experts_of(w: Any, owner: str, name: str) -> Stack:
+    """Weights of experts as one operand: packed ones, an MXTensor [E, N, K] or a sequence.
+
+    Raises TypeError or ValueError for what is none of these."""
+    return w.stack if isinstance(w, PackedExperts) else stack_of(w, owner, name)
