@@ -68,14 +68,13 @@ def joined(parts: Sequence[Any]) -> Any:
 
 def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
     """One weight of parts that are rowwise codes."""
-    first = parts[0]
-    if len(parts) > 1:
+    made = parts[0].layout.joined(parts) if len(parts) > 1 else parts[0]
+    if made is None:
         parts = [plain(one) for one in parts]
-        first = parts[0]
         codes, scales = (torch.cat(both) for both in zip(*[one[:2] for one in parts], strict=True))
         rows = sum(one.rows for one in parts)
-        first = first._replace(codes=codes, scales=scales, rows=rows, packed=None)
-    return KeptWeight(settings, first, None)
+        made = parts[0]._replace(codes=codes, scales=scales, rows=rows, packed=None)
+    return KeptWeight(settings, made, None)
 
 
 def of_codes(codes: Codes, settings: Settings) -> tuple[KeptWeight | None, KeptWeight | None]:

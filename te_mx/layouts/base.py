@@ -7,6 +7,7 @@ may expect of addresses. Plain torch is the specification; kernels must write th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -92,6 +93,11 @@ class Layout:
         return torch.stack([codes for codes, _ in each]), torch.stack(
             [scales for _, scales in each]
         )
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Operands of one k that lie so, their rows behind each other, as one; None where their
+        bytes do not lie behind each other."""
+        return None
 
     def values(
         self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype

@@ -183,7 +183,7 @@ class Freezable(Sourced):
                 self.register_parameter(name, tied)
             for key in self._weight_keys:
                 for part in ("codes", "scale", "aside"):
-                    delattr(self, f"{key}_{part}")
+                    self._buffers.pop(f"{key}_{part}", None)
             self.__dict__.pop("_lies", None)
         del self._source
         self.__dict__.pop("_saved_as", None)
@@ -265,14 +265,14 @@ class Freezable(Sourced):
 
     def _stored(self, key: str) -> tuple[Tensor, ...]:
         """The buffers of a weight without a master."""
-        aside = getattr(self, f"{key}_aside")
+        aside = getattr(self, f"{key}_aside", None)
         parts = getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
         return parts if aside is None else (*parts, aside)
 
     def _one_copy(self, key: str) -> Operand | Stack:
         """The one copy of a weight without a master."""
         assert isinstance(self._source, QuantizedOnly)
-        spec = f"{self._source.settings.w}@{self._lies[key]}"
+        spec = f"{self._source.settings.w}@{self._lies.get(key, ROWS.name)}"
         return held_as(self._stored(key), spec, self._source.shapes[key])
 
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:

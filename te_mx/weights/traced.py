@@ -55,6 +55,7 @@ from te_mx.autograd.saved import flatten, surely, unflatten
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.problem import frozen_rows
+from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime.ran import note_read
 from te_mx.runtime.streams import apart
@@ -126,7 +127,7 @@ def ready(
     *groups, n, k = module._shape_of(key)
     fmt, lies = settings.w, "rows"
     if module._source.dropped:
-        fmt, lies = module._source.settings.w, module._lies[key]
+        fmt, lies = module._source.settings.w, module._lies.get(key, ROWS.name)
     elif not groups:
         lies = plan_weight(x.device, settings, False).row.partition("@")[2]
     as_is = _is_as_is(module)
@@ -201,7 +202,7 @@ def _how(module: Any, key: str) -> str:
     """What the op is given of a weight of this module."""
     if not module._source.dropped:
         return MASTERS
-    return f"{AS_IS if _is_as_is(module) else CODES}@{module._lies[key]}"
+    return f"{AS_IS if _is_as_is(module) else CODES}@{module._lies.get(key, ROWS.name)}"
 
 
 def _is_as_is(module: Any) -> bool:

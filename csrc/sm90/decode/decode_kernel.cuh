@@ -273,16 +273,27 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
 
   const int each = p.room.input_quads;
   DecodeSums<Math> sums;
-  // The next quad of the warp's part, its number i, times that of x in `place`.
-  const auto add_quad = [&](const WarpPlace<Math>& own, WeightRing<Math>& ring, uint32_t own_x,
-                            uint32_t own_scales, int i, int place) {
-    // NOTE: warps without a group multiply whatever lies there, for nobody.
-    if (own.there) ring.take_scales(p, own, i), ring.wait();
-    sums.add(ring.at() + QuadCodes<Math::kFmt>::offset(own.lane), ring.scales.read(i, own.lane),
-             tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows), [&] {
-               if (own.there) ring.next(p.room.stages);
-             });
+  // Quads `first` to `last` of the warp's part, a chunk of scales at a time. each_quad(i, add)
+  // calls add(x, its scales), shared addresses.
+  const auto add_quads = [&](const WarpPlace<Math>& own, WeightRing<Math>& ring, int first,
+                             int last, const auto& each_quad) {
+#pragma unroll 1
+    for (int i = first; i < last;) {
+      if (own.there) ring.take_scales(p, own, i);
+      const int stop = min(last, (i / kDecodeChunk + 1) * kDecodeChunk);
+      uint32_t w_scales = ring.scales.place(i) + own.lane / 4 * 8;
+#pragma unroll 1
+      for (; i < stop; ++i, w_scales += kDecodeRows * 4) {
+        each_quad(i, [&](uint32_t x, uint32_t x_scales) {
+          // NOTE: warps without a group multiply whatever lies there, for nobody.
+          if (own.there) ring.wait();
+          sums.add(ring.at() + QuadCodes<Math::kFmt>::offset(own.lane),
+                   tile::load_shared8(w_scales), tile::wgmma_desc_at(x), x_scales, [&] {
+                     if (own.there) ring.next(p.room.stages);
+                   });
+        });
+      }
+    }
   };
   if constexpr (Math::kPrepared) {
     const WarpPlace<Math> own(p, threadIdx.x);
@@ -305,12 +316,11 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
       for (int i = 0; i < each; ++i) x.ask(p, i, i);
     }
     const uint32_t own_scales = scales_at + scale_offset<kRows>(own.lane % 4, 0);
-#pragma unroll 1
-    for (int i = 0; i < length; ++i) {
+    add_quads(own, ring, 0, length, [&](int i, const auto& add) {
       x.wait();
-      add_quad(own, ring, x_at, own_scales, i, x.place);
+      add(x_at + x.place * Math::kInputBytes, own_scales + x.place * decode_scale_bytes(kRows));
       x.next(p, i, asks);
-    }
+    });
   } else {
     const int part0 = static_cast<int>(tile::cluster_rank()) * parts;
     const Range longest(p.parts, part0);
@@ -343,13 +353,14 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
       const int thread = Math::kPlain ? threadIdx.x : tile::opaque(threadIdx.x);
       const WarpPlace<Math> own(p, thread);
       WeightRing<Math> ring(map, p, own, base, block->group, done);
-      const uint32_t own_x = base + own.part * each * Math::kInputBytes;
-      const uint32_t own_scales = base + p.room.scales_at +
-                                  own.part * each * decode_scale_bytes(kRows) +
-                                  scale_offset<kRows>(own.lane % 4, 0);
+      uint32_t own_x = base + own.part * each * Math::kInputBytes;
+      uint32_t own_scales = base + p.room.scales_at + own.part * each * decode_scale_bytes(kRows) +
+                            scale_offset<kRows>(own.lane % 4, 0);
       const int last = min(each, own.quads.last - own.quads.first - done);
-#pragma unroll 1
-      for (int i = 0; i < last; ++i) add_quad(own, ring, own_x, own_scales, done + i, i);
+      add_quads(own, ring, done, done + last, [&](int, const auto& add) {
+        add(own_x, own_scales);
+        own_x += Math::kInputBytes, own_scales += decode_scale_bytes(kRows);
+      });
     }
   }
 

@@ -114,9 +114,9 @@ struct ScaleRing {
     from = s.at(matrix, q + lane / 8, row);
   }
 
-  // What lane 4g + t reads of quad i: two words, of rows g and g + 8.
-  __device__ __forceinline__ uint2 read(int i, int lane) const {
-    return tile::load_shared8(place(i) + lane / 4 * 8);
+  // Where the scales of quad i lie: [8][2], of row g and of row g + 8.
+  __device__ __forceinline__ uint32_t place(int i) const {
+    return at + (i & (2 * kDecodeChunk - 1)) * kDecodeRows * 4;
   }
   // Asks for the chunk that starts with quad i of a part, of which `quads` are left, by lanes whose
   // rows are among the n that there are; `q`: that quad's number.
@@ -158,9 +158,6 @@ struct ScaleRing {
  private:
   static constexpr int kTileRows = 128;
   __device__ __forceinline__ uint32_t classes() const { return at + 2 * kDecodeChunkBytes; }
-  __device__ __forceinline__ uint32_t place(int i) const {
-    return at + (i & (2 * kDecodeChunk - 1)) * 64;
-  }
 };
 
 }  // namespace te_mx::sm90

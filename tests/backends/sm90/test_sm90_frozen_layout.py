@@ -124,3 +124,20 @@ def test_products_leave_out_what_lies_in_words():
             for right in (settled(row), convert_2d(row, "mxfp8_e4m3@sm90:8"))
         )
     assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("rows", [(256, 512), (256, 130)])
+def test_parts_of_a_weight_as_one(rows):
+    """Gate and up of a block: tiles behind each other, where they are whole."""
+    each = [weight("near", n, 96, n, 0.1) for n in rows]
+    codes, scales = (torch.cat(parts) for parts in zip(*each, strict=True))
+    with as_on_hopper.hopper():
+        held = [
+            settled(Operand(*one, "mxfp8_e4m3@rows", n, 96))
+            for one, n in zip(each, rows, strict=True)
+        ]
+        made = SM90_FROZEN.joined(held)
+        assert (made is None) == (rows[1] % 256 != 0)
+        if made is not None:
+            back = plain(made)
+            assert torch.equal(back.codes, codes) and torch.equal(back.scales, scales)

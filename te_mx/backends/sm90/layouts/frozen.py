@@ -20,6 +20,7 @@ copy is enough, of 1.032 bytes a number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -203,6 +204,20 @@ class SM90Frozen(Layout):
         self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
     ) -> Tensor:
         return tiles.packed_values(tiles.PackedOperand(codes, scales), k, fmt.name).to(dtype)
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Of parts with an even number of whole tiles."""
+        first, before, asides = parts[0], 0, []
+        for one in parts:
+            if one.layout is not self or one.rows % (2 * TILE) or one.packed is None:
+                return None
+            # NOTE: numbers, not a tensor of them, which a capture could not bring to the device.
+            places = before * one.k, before * -(-one.k // BLOCK)
+            pairs = zip(one.packed, places, strict=True)
+            asides.append(torch.stack([entries + (place << 8) for entries, place in pairs]))
+            before += one.rows
+        codes, scales = torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts], 1)
+        return first._replace(codes=codes, scales=scales, rows=before, packed=torch.cat(asides, 1))
 
     def row_bytes(self, k: int) -> int | None:
         return (k + 15) & -16
