@@ -168,8 +168,8 @@ def kept_for_backward(model: nn.Module, region: Region, tokens: Tensor) -> int:
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in known:
-            kept[address] = tensor
-        return tensor
+            kept[address] = tensor.detach()
+        return tensor.detach()  # as it is, an output would hold its own graph
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), region():
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

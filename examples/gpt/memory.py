@@ -53,8 +53,9 @@ def saved_for_backward_mb(forward: Callable[[], Tensor], model: nn.Module) -> fl
     def pack(tensor: Tensor) -> Tensor:
         address = address_of(tensor)
         if address not in known:
-            kept[address] = _here(tensor)
-        return tensor
+            kept[address] = _here(tensor).detach()
+        # An output that is saved as it is holds the node that saves it, for good.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()

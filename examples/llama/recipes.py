@@ -25,13 +25,12 @@ FINAL_SHARE = 0.1  # of the steps, of "final"
 
 
 def _gradients_of_inputs(role: QuantizerRole) -> Any:
-    """MXFP4 in fprop and wgrad, as "mxfp4_all" has it, and MXFP8 in dgrad."""
+    """MXFP4 in fprop and, after a transform, in wgrad, and MXFP8 in dgrad. A rule of gradients is
+    that of both directions, and codes of 8 bits are rounded to nearest."""
     turned = f"mxfp4+rht32:{MXFP4BlockScaling().hadamard_signs:#010x}"
     if role.tensor_type == "weight":
         return ("mxfp4", "", "mxfp8_e4m3")
-    if role.tensor_type == "input":
-        return ("mxfp4", "", turned)
-    return ("mxfp8_e4m3", "rceil+sr", turned)
+    return ("mxfp4" if role.tensor_type == "input" else "mxfp8_e4m3", "", turned)
 
 
 def _even(recipe: MXFP4BlockScaling) -> MXFP4BlockScaling:

@@ -20,8 +20,9 @@ from te_mx.recipes.mxfp8 import Format, checked_format
 from te_mx.recipes.resolve import resolve_recipe
 from te_mx.recipes.settings import ByName, Mixed, Settings, in_words
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_attention, check_common
-from te_mx.runtime.arguments import check_size, shown
+from te_mx.runtime.arguments import check_one_of, check_size, shown
 
+MODULES = "linear", "grouped_linear"
 TENSORS = ("input", "weight", "grad_output")
 
 
@@ -125,8 +126,32 @@ class CustomRecipe(Recipe):
         object.__setattr__(self, "_factory", made)  # keeps it alive
         object.__setattr__(self, "_settings", ByName(made.key))
 
+    def of(self, name: str, module_type: str = "linear") -> Recipe | None:
+        """The recipe of the layer of this name, as for `te_mx.explain`; None in high precision.
+
+        Raises:
+            TypeError: a name that is no str.
+            ValueError: another module_type than "linear" and "grouped_linear".
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"CustomRecipe.of: name must be a str, got {shown(name)}")
+        check_one_of("CustomRecipe.of: module_type", module_type, MODULES)
+        made: _Factory = self.__dict__["_factory"]
+        settings = made._of_layer(name, module_type)
+        return None if settings is None else _OfLayer(settings)
+
     def __reduce__(self) -> Any:
         return CustomRecipe, tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+@dataclasses.dataclass(unsafe_hash=True, repr=False)
+class _OfLayer(Recipe):
+    """What one layer of a CustomRecipe runs with."""
+
+    layer: Settings
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_settings", self.layer)
 
 
 _OPTIONS = (

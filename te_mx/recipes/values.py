@@ -78,7 +78,7 @@ class Recipe:
         if isinstance(self._settings, ByName):
             raise ValueError(
                 f"{type(self).__name__} says formats by layer, and here no layer is meant: pass "
-                "the recipe of one"
+                "that of one, recipe.of(name)"
             )
         return self._settings
 

@@ -433,6 +433,21 @@ def test_fields_that_mean_nothing_are_refused(given, error, says):
         CustomRecipe(**given)
 
 
+def test_explain_is_asked_about_one_layer():
+    recipe, sizes = overrides("mxfp8", {"first": None, "fc2": "mxfp4"}), {"m": 64, "n": 64, "k": 64}
+    with pytest.raises(ValueError, match=r"here no layer is meant: pass that of one, recipe.of"):
+        te_mx.explain(**sizes, recipe=recipe)
+    for name, same in (("fc1", "mxfp8"), ("fc2", "mxfp4")):
+        made = recipe.of(name)
+        assert made.settings == resolve_recipe(same).settings and made == recipe.of(name)
+        assert te_mx.explain(**sizes, recipe=made) == te_mx.explain(**sizes, recipe=same)
+    assert recipe.of("first") is None
+    with pytest.raises(TypeError, match="name must be a str"):
+        recipe.of(3)
+    with pytest.raises(ValueError, match="module_type must be one of 'linear'"):
+        recipe.of("fc1", "dpa")
+
+
 def test_overrides_refuses_what_is_no_recipe():
     with pytest.raises(TypeError, match="patterns must be a dict"):
         overrides("mxfp8", ["*"])
@@ -440,5 +455,3 @@ def test_overrides_refuses_what_is_no_recipe():
         overrides("mxfp8", {"*": "nonsense"})
     with pytest.raises(ValueError, match="says by itself"):
         overrides(CustomRecipe(by_place), {})
-    with pytest.raises(ValueError, match="here no layer is meant"):
-        te_mx.explain(m=64, n=64, k=64, recipe=overrides("mxfp8", {}))

@@ -3,9 +3,15 @@
 import json
 import re
 import sys
+import warnings
+import weakref
 from pathlib import Path
+from types import ModuleType
 
+import as_on_hopper
+import fake_sm90
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -13,6 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_llama  # noqa: E402  (the examples are no package)
+from gpt import memory  # noqa: E402
 from gpt import train as gpt_train  # noqa: E402
 from llama import recipes, study, train  # noqa: E402
 
@@ -92,6 +99,35 @@ def test_every_recipe_is_one(name):
     assert plan.now(10, 10) == (plan.recipe if plan.final is None else plan.final)
     if name.endswith("final"):
         assert [plan.now(done, 10) for done in (8, 9, 10)] == [name[:-6], "mxfp8", "mxfp8"]
+
+
+def test_no_recipe_of_the_study_falls_back_on_hopper():
+    """Kernels of the stand-in are those that a GPU has."""
+    native = ModuleType("te_mx._sm90")
+    native.__dict__.update(vars(fake_sm90))
+    native.__getattr__ = fake_sm90.__getattr__
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    with as_on_hopper.hopper(native), warnings.catch_warnings():
+        warnings.simplefilter("error", te_mx.FallbackWarning)
+        for name in recipes.ALL:
+            layer = te_mx.Linear(256, 256, dtype=torch.bfloat16, name="model.layers.1.q")
+            with te_mx.autocast(recipe=recipes.plan_of(name, 4).recipe):
+                layer(x).sum().backward()
+
+
+def test_what_a_forward_keeps_is_counted_and_given_back():
+    """A graph whose outputs are saved does not hold itself."""
+    layer = torch.nn.Linear(64, 64)
+    x, ref = torch.randn(8, 64), None
+
+    def forward():
+        nonlocal ref
+        y = layer(x).exp()  # saves its result
+        ref = weakref.ref(y)
+        return y.sum()
+
+    assert memory.saved_for_backward_mb(forward, layer) == pytest.approx(2 * 8 * 64 * 4 / 1e6)
+    assert ref() is None
 
 
 @pytest.mark.parametrize(
