@@ -132,6 +132,12 @@ RECIPES = (
          **dict.fromkeys(FLAGS, FLAG)},
     ),
     Call(
+        "te_mx.recipe.CustomRecipe.of", lambda d: recipe.CustomRecipe(lambda role: "mxfp8").of,
+        lambda d: {"name": "layers.0.fc2", "module_type": "linear"},
+        {"name": values(none=None, number=3, raw=b"fc2", a_list=["fc2"]),
+         "module_type": WORD | UPPER_CASE},
+    ),
+    Call(
         "te_mx.recipe.overrides", lambda d: recipe.overrides,
         lambda d: {"recipe": HYBRID, "patterns": {"*.fc2": "mxfp4"}},
         {"recipe": RECIPE, "patterns": other_than() | values(
