@@ -513,14 +513,17 @@ def on_codes(settings: Settings) -> Settings:
     return settings._replace(one_copy=True, backward=backward, wgrad_hp=False, w_col=w_col)
 
 
-def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
+def kept_weight(
+    weight_NK: Tensor, settings: Settings, need_dx: bool, for_steps: bool = False
+) -> KeptWeight:
     """Quantize a weight that stands still, and pack it unless its plain codes are what is kept, or
-    have fewer bits than packed ones."""
+    have fewer bits than packed ones. for_steps: of one training step, whose layers read packed ones
+    without work."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         device = weight_NK.device
         target = plan_weight(device, settings, needs_columns(settings, need_dx))
-        narrow = widens(target.row)
+        narrow = widens(target.row) and not for_steps
         if narrow:
             target = target._replace(row=at_rest(settings.w))
         row, col, _ = quantized(weight_NK, target)

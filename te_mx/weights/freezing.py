@@ -78,9 +78,12 @@ class Freezable(Sourced):
                 tensors[name] = getattr(self, name)
         return tensors
 
-    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> Any:
-        """The weight quantized, and packed for the kernels, for several calls."""
-        return kept_weight(here(self._whole(key)), settings, need_dx)
+    def _make_kept(
+        self, key: str, settings: Settings, need_dx: bool, for_steps: bool = False
+    ) -> Any:
+        """The weight quantized, and packed for the kernels, for several calls; for_steps: of one
+        training step."""
+        return kept_weight(here(self._whole(key)), settings, need_dx, for_steps)
 
     def _plain_codes(self, key: str, settings: Settings) -> Operand | Stack:
         """The weight, quantized rowwise."""

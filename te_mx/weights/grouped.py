@@ -29,7 +29,10 @@ class OfGroups(Freezable):
 
     _module_type = "grouped_linear"
 
-    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
+    def _make_kept(
+        self, key: str, settings: Settings, need_dx: bool, for_steps: bool = False
+    ) -> KeptWeights:
+        # Of groups no copy is wider than its codes, whatever it is for.
         return kept_weights([w.detach() for w in self._each_of(key)], settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> Stack:

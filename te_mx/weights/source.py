@@ -294,7 +294,7 @@ class Cached(WeightSource):
             return kept if tracing else kept.on_current_stream()
         if tracing or capture:
             return None
-        self.kept[key] = made = layer._make_kept(key, settings, need_dx)
+        self.kept[key] = made = layer._make_kept(key, settings, need_dx, True)
         return made
 
     def forget(self) -> None:

@@ -77,6 +77,15 @@ def test_weights_of_a_normalization_are_read_as_they_are(dtype, normalization, m
     assert len(casts) == 2  # one each way
 
 
+def test_a_bias_beside_transformed_columns_in_fp32():
+    """And nothing else: no launch makes both, and no sequence."""
+    layer = module(F32)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in ("weight", "bias"))
+    x = torch.randn(40, 70)
+    assert passes(layer, x, "mxfp4_all")[0] == "LayerFunctionBackward"
+
+
 def test_weights_of_a_normalization_in_several_dtypes(monkeypatch):
     layer = module()
     layer.layer_norm_bias.data = layer.layer_norm_bias.data.float()

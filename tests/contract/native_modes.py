@@ -102,7 +102,7 @@ def watched() -> Iterator[Watch]:
         patch: pytest.MonkeyPatch = stack.enter_context(as_on_hopper.hopper(stand_in(watch)))
         for op in kernels.ops():
             last = kernels.kernels(op)[-1]
-            if last.name == "reference":
+            if last.name == "reference" and hasattr(last, "run"):
                 patch.setattr(last, "run", watch.noted(op, last.run))
         yield watch
 

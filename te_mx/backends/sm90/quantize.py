@@ -113,6 +113,24 @@ class HopperQuantize(Kernel):
         return (Rows if alone else Quantizer)(problem)
 
 
+class RandomQuantizer(Quantizer):
+    """With sums in a launch of their own where that of the codes makes none."""
+
+    __slots__ = ("sums",)
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__(p)
+        alone = p._replace(lhs="", rhs="", rule="rceil")
+        self.sums = None if sums_too(p.dtype, p.lhs, p.rhs) else Quantizer(alone)
+
+    def __call__(self, what: Quantize) -> Quantized | None:
+        if self.sums is None or not what.col_sum:
+            return super().__call__(what)
+        sums = self.sums(what._replace(row="", col="", rule="rceil", seed=None))
+        made = super().__call__(what._replace(col_sum=False))
+        return None if made is None or sums is None else made._replace(col_sum=sums.col_sum)
+
+
 class HopperRandomQuantize(Kernel):
     """With stochastic rounding to MXFP4, or after a Hadamard transform; both directions from one
     read of bfloat16 to MXFP4, each in a form of its own, whose rows are not transformed."""
@@ -123,7 +141,7 @@ class HopperRandomQuantize(Kernel):
         return why_not_randomly(problem, HopperQuantize())
 
     def make_plan(self, problem: Problem) -> Quantizer:
-        return Quantizer(problem)
+        return RandomQuantizer(problem)
 
 
 def why_not_randomly(problem: Problem, plain: Kernel) -> str | None:

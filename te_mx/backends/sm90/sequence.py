@@ -16,6 +16,7 @@ from te_mx.backends.base import (
 from te_mx.backends.native import fields_to, words_of
 from te_mx.backends.sm90 import binding, blockwise
 from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.backends.sm90.quantize import sums_too
 from te_mx.dispatch.registry import pick
 from te_mx.layouts import spec_of
 
@@ -179,7 +180,7 @@ class Steps:
         """The reads of a matrix: the kernel of each, and its record."""
         row, col = ("" if one is None else one.spec for one in to)
         made = self.passes(source, row, col, rule)
-        if not made and sums is not None:
+        if sums is not None and not (made and sums_too(source.dtype, *made[0][:2])):
             raise Unfit
         found = []
         for i, one in enumerate(made):
