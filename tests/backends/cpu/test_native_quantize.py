@@ -164,7 +164,6 @@ def test_many_rows_of_few_columns(rows, cols, dtype, kind, case, directions, thr
     check(x.to(dtype), *case, rowwise=rowwise, columnwise=columnwise, threads=threads)
 
 
-
 @pytest.mark.parametrize("columnwise", [None, "plain", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPE, ids=str)
 def test_large_outputs_and_many_threads(dtype, columnwise):

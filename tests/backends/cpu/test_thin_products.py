@@ -98,7 +98,10 @@ def test_one_block_of_k_has_the_bits_of_packed_operands(panels: str, data, seed:
     m, n = data.draw(st.sampled_from([(few, many), (many, few)]))
     far = {"low": 1, "high": 254} if data.draw(st.booleans()) else {}
     formats = [data.draw(gemm_calls.FORMATS) for _ in range(2)]
-    sides = [gemm_calls.random_side(rng, rows, k, fmt, **far) for rows, fmt in zip((n, m), formats)]
+    sides = [
+        gemm_calls.random_side(rng, rows, k, fmt, **far)
+        for rows, fmt in zip((n, m), formats, strict=True)
+    ]
     if data.draw(st.booleans()):
         for side in sides:
             side.scales[rng.random(side.scales.shape) < 0.05] = 255
@@ -116,7 +119,9 @@ def test_one_block_of_k_has_the_bits_of_packed_operands(panels: str, data, seed:
         out, aux = before.clone(), torch.zeros(m, n, dtype=dtype) if gelu else None
         made = [side.operand(data.draw(gemm_calls.ORDERS)) for side in sides]
         if packs:
-            made = [gemm_calls.packed(one, panels, role) for one, role in zip(made, "ab")]
+            made = [
+                gemm_calls.packed(one, panels, role) for one, role in zip(made, "ab", strict=True)
+            ]
         _, sums = gemm_calls.run(panels, *made, out, aux, epilogue)
         return [one for one in (out, aux, sums) if one is not None]
 
