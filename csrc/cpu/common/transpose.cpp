@@ -1,12 +1,10 @@
 #include "common/transpose.h"
 
 #include <cstring>
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 #include <initializer_list>
 
 #include "common/parallel.h"
+#include "mxtile/simd/turn_bytes.hpp"
 
 namespace te_mx::cpu {
 namespace {
@@ -32,44 +30,16 @@ void turn_eight(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_
   for (int i = 0; i < kEight; ++i) std::memcpy(out + i * out_stride, &x[i], kEight);
 }
 
-#if defined(__SSE2__)
-// Sixteen rows of eight bytes: after four rounds of unpacking a register has a column.
-void turn_sixteen(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride) {
-  __m128i x[kSixteen / 2], y[kSixteen / 2];
-  const auto load = [&](int row) {
-    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(in + row * in_stride));
-  };
-  // Register i: rows i and i + 8, a byte of each in turn.
-  for (int i = 0; i < 8; ++i) x[i] = _mm_unpacklo_epi8(load(i), load(i + 8));
-  // 2 i + h: rows i, i + 4, i + 8, i + 12 of columns 4 h to 4 h + 3.
-  for (int i = 0; i < 4; ++i) {
-    y[2 * i] = _mm_unpacklo_epi8(x[i], x[i + 4]);
-    y[2 * i + 1] = _mm_unpackhi_epi8(x[i], x[i + 4]);
-  }
-  // 4 i + q: every other row from i on, of columns 2 q and 2 q + 1.
-  for (int i = 0; i < 2; ++i) {
-    for (int h = 0; h < 2; ++h) {
-      x[4 * i + 2 * h] = _mm_unpacklo_epi8(y[2 * i + h], y[2 * (i + 2) + h]);
-      x[4 * i + 2 * h + 1] = _mm_unpackhi_epi8(y[2 * i + h], y[2 * (i + 2) + h]);
-    }
-  }
-  for (int q = 0; q < 4; ++q) {
-    const __m128i low = _mm_unpacklo_epi8(x[q], x[4 + q]), high = _mm_unpackhi_epi8(x[q], x[4 + q]);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * q * out_stride), low);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (2 * q + 1) * out_stride), high);
-  }
-}
-#endif
-
 void turn_tile(const uint8_t* in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t* out,
                int64_t out_stride) {
-#if defined(__SSE2__)
+#if defined(MXTILE_TURNS_BYTES)
   if (rows >= kSixteen && cols >= kEight) {
     for (int64_t r = 0; r < rows; r += kSixteen) {
       const int64_t i = r + kSixteen <= rows ? r : rows - kSixteen;  // the last ones once more
       for (int64_t c = 0; c < cols; c += kEight) {
         const int64_t j = c + kEight <= cols ? c : cols - kEight;
-        turn_sixteen(in + i * in_stride + j, in_stride, out + j * out_stride + i, out_stride);
+        mxtile::simd::turn_bytes_16x8(in + i * in_stride + j, in_stride, out + j * out_stride + i,
+                                      out_stride);
       }
     }
     return;
@@ -90,6 +60,20 @@ void turn_tile(const uint8_t* in, int64_t in_stride, int64_t rows, int64_t cols,
   }
 }
 
+// By way of copies: lines a power of two apart share so few cache sets that a line would be gone
+// when its next bytes come.
+void turn_by_copies(const uint8_t* in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t* out,
+                    int64_t out_stride) {
+  alignas(64) uint8_t lines[kTile * kTile], turned[kTile * kTile];
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(lines + r * kTile, in + r * in_stride, static_cast<size_t>(cols));
+  }
+  turn_tile(lines, kTile, rows, cols, turned, kTile);
+  for (int64_t c = 0; c < cols; ++c) {
+    std::memcpy(out + c * out_stride, turned + c * kTile, static_cast<size_t>(rows));
+  }
+}
+
 }  // namespace
 
 void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, int threads) {
@@ -102,7 +86,13 @@ void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out
     const int64_t end = rows - first < kItemRows ? rows : first + kItemRows;
     for (int64_t r = first; r < end; r += kTile) {
       const int64_t height = end - r < kTile ? end - r : kTile;
-      turn_tile(in + r * cols + c, cols, height, width, out + c * rows + r, rows);
+      const uint8_t* from = in + r * cols + c;
+      uint8_t* to = out + c * rows + r;
+      if (width >= kSixteen && height == kTile) {
+        turn_by_copies(from, cols, height, width, to, rows);
+      } else {
+        turn_tile(from, cols, height, width, to, rows);
+      }
     }
   });
 }

@@ -20,7 +20,8 @@ namespace te_mx::cpu {
 
 namespace bf16 = mxtile::bf16;
 
-inline constexpr int64_t kThinRows = 64;   // of the shorter side, where it is lhs
+inline constexpr int64_t kThinRows = 64;   // of lhs, at most, where rhs is decoded
+inline constexpr int64_t kFlatRows = 256;  // at least, where lhs is: fewer are not worth a table
 inline constexpr int64_t kFlatWork = 160;  // vectors of a FlatTable, at most
 
 // 16 rows of an operand at a time as a pair tile of the k pairs that there are.
@@ -126,10 +127,11 @@ class ThinGemm {
   static Decodes decodes(const GemmTask& args) {
     const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
     if (k > kBlock || k == 0) return Decodes::none;
-    if (n >= m && m <= kThinRows && args.rhs.packed == nullptr) return Decodes::rhs;
+    if (m <= kThinRows && args.rhs.packed == nullptr) return Decodes::rhs;
     const bool flat = n <= kRowBlock && Tiles::pairs(k) * n <= kFlatWork;
     const bool no_sums = args.bias_grad_kind == BiasGrad::none;
-    return m > n && flat && no_sums && args.lhs.packed == nullptr ? Decodes::lhs : Decodes::none;
+    return m >= kFlatRows && flat && no_sums && args.lhs.packed == nullptr ? Decodes::lhs
+                                                                           : Decodes::none;
   }
 
   static Status run(const Range& range, const void* lhs, const void* rhs,

@@ -94,9 +94,10 @@ struct TileSource {
         } else if (!operand.nibbles) {
           copy_few(padded + r * kBlock, from, ks);
         } else {
-          for (int64_t k = 0; k < ks; ++k) {
-            padded[r * kBlock + k] = operand.code(group * 16 + r, block * kBlock + k);
-          }
+          uint8_t bytes[kBlock / 2] = {};
+          copy_few(bytes, from, ceil_div(ks, 2));
+          mxtile::mx::unpack_nibbles<kBlock / 2>(bytes, padded + r * kBlock);
+          if (ks % 2 != 0) padded[r * kBlock + ks] = 0;
         }
       }
     } else {

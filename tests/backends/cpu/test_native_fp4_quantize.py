@@ -57,6 +57,25 @@ def test_bytes(
 
 
 @pytest.mark.parametrize(("fmt", "rule"), CASES)
+@given(rows=st.integers(250, 600), cols=st.integers(1, 33), dtype=DTYPES, data=st.data())
+@settings(max_examples=12)
+def test_many_rows_of_few_columns(
+    isa: str, fmt: str, rule: str, rows: int, cols: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    x = tensor(data.draw(st.sampled_from(KINDS)), rows, cols, data.draw(SEEDS), dtype)
+    row, col = data.draw(TARGETS)
+    row, col = (f"{fmt}@{layout}" if layout else "" for layout in (row, col))
+    what = Quantize(x, row, col, rule)
+    made, expected = run.quantize(what), reference.quantize(what)
+    assert made is not None
+    for mine, theirs in zip(made[:2], expected[:2], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert torch.equal(mine.scales, theirs.scales)
+            assert torch.equal(mine.codes, theirs.codes)
+
+
+@pytest.mark.parametrize(("fmt", "rule"), CASES)
 def test_limits_of_scales_and_halves_between_codes(isa: str, fmt: str, rule: str) -> None:
     """Around the mantissas where rules go up, from subnormal numbers to the largest; around all
     halves between codes."""

@@ -146,6 +146,24 @@ def test_equals_oracle(rows, cols, dtype, kind, how, case, directions, col_sum, 
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(250, 700),
+    cols=st.integers(1, 33),
+    dtype=st.sampled_from(list(DTYPE)),
+    kind=st.sampled_from(oracle.KINDS),
+    case=st.sampled_from(ALL),
+    directions=st.sampled_from([(True, None), (False, "plain"), (True, "plain")]),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_many_rows_of_few_columns(rows, cols, dtype, kind, case, directions, threads, seed):
+    """Matrices that are quantized as runs of 32 rows, some of which take the exact path."""
+    x = torch.from_numpy(oracle.adversarial(np.random.default_rng(seed), rows, cols, kind))
+    rowwise, columnwise = directions
+    check(x.to(dtype), *case, rowwise=rowwise, columnwise=columnwise, threads=threads)
+
+
 @pytest.mark.parametrize("columnwise", [None, "plain", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPE, ids=str)
 def test_large_outputs_and_many_threads(dtype, columnwise):

@@ -3,8 +3,13 @@ whoever multiplies agrees."""
 
 from __future__ import annotations
 
+import gemm_calls
+import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import te_mx
 from te_mx import _ops as ops
@@ -76,6 +81,53 @@ def test_every_road_to_a_product_of_few_rows_has_its_bits(isa, k):
         te_mx.freeze_weights(layer)
         with torch.no_grad():
             assert torch.equal(layer(x[:5]), usual[:5]) and torch.equal(layer(x), usual)
+
+
+@pytest.fixture(params=gemm_calls.PANELS, ids="-".join)
+def panels(request: pytest.FixtureRequest):
+    yield from gemm_calls.at_level(*request.param)
+
+
+@given(data=st.data(), seed=strategies.SEEDS, k=st.integers(1, 32))
+@settings(max_examples=40)
+def test_one_block_of_k_has_the_bits_of_packed_operands(panels: str, data, seed: int, k: int):
+    """Of many rows with few, the many may be decoded where they are multiplied: with every
+    epilogue, far scales and NaN."""
+    rng = np.random.default_rng(seed)
+    few, many = data.draw(st.integers(1, 66)), data.draw(st.integers(1, 600))
+    m, n = data.draw(st.sampled_from([(few, many), (many, few)]))
+    far = {"low": 1, "high": 254} if data.draw(st.booleans()) else {}
+    formats = [data.draw(gemm_calls.FORMATS) for _ in range(2)]
+    sides = [
+        gemm_calls.random_side(rng, rows, k, fmt, **far)
+        for rows, fmt in zip((n, m), formats, strict=True)
+    ]
+    if data.draw(st.booleans()):
+        for side in sides:
+            side.scales[rng.random(side.scales.shape) < 0.05] = 255
+    dtype = data.draw(strategies.DTYPES)
+    gelu = data.draw(st.sampled_from([None, None, "tanh"]))
+    epilogue = Epilogue(
+        bias=torch.randn(n, dtype=dtype) if data.draw(st.booleans()) else None,
+        gelu=gelu,
+        bias_grad=data.draw(st.sampled_from([None, None, "operand", "result"])),
+        accumulate=data.draw(st.booleans()),
+    )
+    before = torch.randn(m, n).to(dtype)
+
+    def product(packs: bool) -> list:
+        out, aux = before.clone(), torch.zeros(m, n, dtype=dtype) if gelu else None
+        made = [side.operand(data.draw(gemm_calls.ORDERS)) for side in sides]
+        if packs:
+            made = [
+                gemm_calls.packed(one, panels, role) for one, role in zip(made, "ab", strict=True)
+            ]
+        _, sums = gemm_calls.run(panels, *made, out, aux, epilogue)
+        return [one for one in (out, aux, sums) if one is not None]
+
+    for got, expected in zip(product(False), product(True), strict=True):
+        assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(got.isnan(), expected.isnan())
 
 
 def test_operands_that_stand_still_are_packed_where_panels_run(isa):
