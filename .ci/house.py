@@ -27,6 +27,7 @@ SMALL = {
     "te_mx/pytorch/fp8.py": "a module of Transformer Engine by its name",
     "te_mx/pytorch/transformer.py": "a module of Transformer Engine by its name",
     "te_mx/recipe.py": "the public names of recipes/",
+    "te_mx/runtime/compiled.py": "what compiled code calls, in folders from dispatch to nn",
     "te_mx/runtime/report.py": "tables of text, for the reports of three folders",
 }
 # What state a weight is in: te_mx/weights knows, everything else asks the source of a module

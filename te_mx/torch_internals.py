@@ -17,81 +17,28 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _nothing(*args: Any) -> None:
-    return None
-
-
 # ------------------------------------------------------------------------------- backward passes
-# The number of the backward pass that runs in this thread, -1 outside of one; whether that pass
-# will run a node; and where to leave what the engine calls, and holds, until the pass ends.
-# Without: input gradients are added by autograd, and main_grad and delayed weight gradients are
-# refused (`knows_passes`). A forward that other code than torch.utils.checkpoint runs again in the
-# backward pass then counts as one outside of it: it has to enter te_mx.autocast itself.
+# The number of the backward pass that runs in this thread, -1 outside of one; and whether that pass
+# will run a node. Without: input gradients are added by autograd, and main_grad and delayed weight
+# gradients are refused (`knows_passes`). A forward that other code than torch.utils.checkpoint runs
+# again in the backward pass counts as one outside of it: it has to enter te_mx.autocast itself.
 pass_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
-at_end_of_pass: Any = getattr(
-    getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None
-)
 knows_passes = hasattr(torch._C, "_current_graph_task_id") and will_run is not None
-# The same number, for those that need all three.
-shared_pass_id = pass_id if knows_passes and at_end_of_pass is not None else lambda: -1
 
 
-# ---------------------------------------------------------- transforms of torch.func, forward AD
-# Which transform is active. Without: torch itself refuses autograd functions such as te_mx's under
-# a transform, in words of its own, and every op goes by the dispatcher.
+# ------------------------------------------------------------------------ transforms of torch.func
+# Which transform is active, None outside of all. Without: torch itself refuses autograd functions
+# such as te_mx's under a transform, in words of its own, and every op goes by the dispatcher.
 _functorch = getattr(torch._C, "_functorch", None)
 transform_level: Any = getattr(_functorch, "peek_interpreter_stack", lambda: "unknown")
-_transform: Any = getattr(_functorch, "peek_interpreter_stack", _nothing)
-
-
-def constant_in_graphs(fn: _F) -> _F:
-    """What torch.compiler.assume_constant_result does, which takes seconds to import: Dynamo calls
-    the function where it traces, and keeps the answer. Without: it traces into it."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
-
-
-@constant_in_graphs
-def transforming() -> bool:
-    """Whether a transform is active. Compiled code never runs under other transforms than it was
-    traced under."""
-    return _transform() is not None
-
-
-def dual_level() -> bool:
-    """Whether a level of forward-mode AD is active: outside of one, torch looks at nothing."""
-    try:
-        forward_ad.unpack_dual(None)
-    except TypeError:
-        return True
-    return False
-
-
-def active() -> bool:
-    """Whether a level of forward-mode AD or a transform is active, which few calls see."""
-    # Dynamo takes the function for a constant, which it cannot do with what that calls.
-    compiling = torch.compiler.is_dynamo_compiling()
-    return (transforming() if compiling else _transform() is not None) or dual_level()
-
-
-def one_gradient() -> bool:
-    """Whether one level of grad, grad_and_value or vjp is active, and nothing else. Not in code
-    that Dynamo traces."""
-    if torch.compiler.is_dynamo_compiling() or dual_level():
-        return False
-    top = _transform()
-    return top is not None and top.level() == 1 and top.key().name == "Grad"
+transform: Any = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
 
 # ---------------------------------------------------------------------- who watches the dispatcher

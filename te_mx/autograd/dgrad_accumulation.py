@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.torch_internals import at_end_of_pass, pass_id, shared_pass_id, will_run
+from te_mx.torch_internals import knows_passes, pass_id, will_run
 
 
 class Pass:
@@ -31,20 +31,17 @@ class Pass:
         self.left = left
         self.total: Tensor | None = None
 
-    def ends(self) -> None:
-        """Called by the engine when all is done. What it is to call it holds as long as the pass
-        runs, so a pass that an error ended is gone with what it summed up."""
-
 
 class Siblings:
     """The nodes of layers that read one tensor and want its gradient. Passes over one graph may run
-    at the same time, in other threads or one inside the other."""
+    at the same time, in other threads or one inside the other. One that an error ended is kept,
+    with what it summed up, until the graph is gone."""
 
     __slots__ = ("_nodes", "_passes")
 
     def __init__(self) -> None:
         self._nodes: list[weakref.ref[Any]] = []
-        self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self._passes: dict[int, Pass] = {}  # by their numbers, of which no two passes have the same
 
     def join(self, node: Any) -> None:
         """Called in the forward of a layer."""
@@ -57,7 +54,7 @@ class Siblings:
 
     def enter(self) -> Pass | None:
         """Called once in the backward of each; None for a layer that is alone in the pass."""
-        task = shared_pass_id()
+        task = pass_id() if knows_passes else -1
         if len(self._nodes) < 2 or task == -1 or _apart.on:
             return None
         found = self._passes.get(task)
@@ -66,8 +63,9 @@ class Siblings:
             if count < 2:
                 return None
             found = self._passes[task] = Pass(count)
-            at_end_of_pass(found.ends)
         found.left -= 1
+        if not found.left:
+            del self._passes[task]
         return found
 
     def _alive_but(self, node: Any) -> list[weakref.ref[Any]]:

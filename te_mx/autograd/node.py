@@ -23,20 +23,55 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import debug_unwrap
 
-from te_mx import torch_internals
 from te_mx.autograd.dgrad_accumulation import apart, settled
 from te_mx.autograd.grad_target import (
     WeightGradient,
     Wgrad,
     refuse_graph,
 )
-from te_mx.torch_internals import calling_frame, transforming
-
-# Whether a transform or forward-mode AD is active, and whether it is one level of gradients.
-active, one_gradient = torch_internals.active, torch_internals.one_gradient
+from te_mx.runtime import compiled
+from te_mx.torch_internals import calling_frame, transform
 
 LAYER = "run it in high precision: `with te_mx.autocast(enabled=False):` around its forward"
 FUNCTION = "call it outside of the transform, on plain tensors"
+
+
+@compiled.constant
+def transforming() -> bool:
+    """Whether a transform is active. Compiled code never runs under other transforms than it was
+    traced under."""
+    return transform() is not None
+
+
+def dual_level() -> bool:
+    """Whether a level of forward-mode AD is active: outside of one, torch looks at nothing."""
+    try:
+        forward_ad.unpack_dual(None)
+    except TypeError:
+        return True
+    return False
+
+
+def active() -> bool:
+    """Whether a level of forward-mode AD or a transform is active, which few calls see."""
+    if torch.compiler.is_dynamo_compiling():
+        return compiled.transforming() or dual_level()
+    if transform() is not None:
+        return True
+    try:  # as dual_level: every forward and backward asks
+        forward_ad.unpack_dual(None)
+    except TypeError:
+        return True
+    return False
+
+
+def one_gradient() -> bool:
+    """Whether one level of grad, grad_and_value or vjp is active, and nothing else. Not in code
+    that Dynamo traces."""
+    if torch.compiler.is_dynamo_compiling() or dual_level():
+        return False
+    top = transform()
+    return top is not None and top.level() == 1 and top.key().name == "Grad"
 
 
 def requires_grad(tensor: Tensor) -> bool:
@@ -79,8 +114,12 @@ def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
     """The same in a backward pass, of gradients that come in: autograd's own vmap batches them
     without being active. Not for compiled code."""
     concerned = active()
-    for grad in grads:
-        concerned = concerned or (grad is not None and _is_batched_by_autograd(grad))
+    try:
+        for grad in grads:
+            if grad is not None:
+                grad.untyped_storage()
+    except NotImplementedError:  # see _is_batched_by_autograd
+        concerned = True
     if concerned:
         refuse(owner, grads)
 

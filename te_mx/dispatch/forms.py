@@ -10,7 +10,7 @@ import torch
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import pick_problem
-from te_mx.torch_internals import constant_in_graphs
+from te_mx.runtime import compiled
 
 
 class Forms(NamedTuple):
@@ -21,13 +21,13 @@ class Forms(NamedTuple):
     col: str
 
 
-@constant_in_graphs
+@compiled.constant
 def wanted_layouts(
     device: torch.device, op: str, lhs: str, rhs: str, precision: str, spread: int, rule: str
 ) -> str:
     """ "<row> <col>": layouts that the kernel of an op wants for two formats of a large problem.
 
-    A plain function of constants that returns one: Dynamo keeps the answer.
+    A plain function of constants that returns one.
     """
     many = 1 << 10
     problem = Problem(
@@ -47,7 +47,7 @@ def forms(
     sides = (other, fmt) if right else (fmt, other)
     asked = device, op, *sides, precision, spread, rule
     if torch.compiler.is_compiling():
-        row, _, col = wanted_layouts(*asked).partition(" ")
+        row, _, col = compiled.wanted_layouts(*asked).partition(" ")
         return Forms(f"{fmt}@{row}", f"{fmt}@{col}")
     key = *asked, right
     found = derived().get(key)

@@ -34,9 +34,9 @@ from te_mx.nn.tensor_parallel import TensorParallelGroup
 from te_mx.recipe import Recipe, resolve_recipe
 from te_mx.recipes.custom import settings_of
 from te_mx.recipes.settings import ByName, Mixed, Settings
+from te_mx.runtime import compiled
 from te_mx.runtime.arguments import check_flag
 from te_mx.runtime.ran import new_tags
-from te_mx.weights import gradients
 from te_mx.weights.freezing import Freezable, lies
 from te_mx.weights.gradients import DelayedWgrad
 from te_mx.weights.missing import check_saved
@@ -189,7 +189,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         if isinstance(inp, Proxy):
             return None, self._as_leaf(inp, *before, is_first_microbatch=first)
         if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_tracing():
-            return None, gradients.untraced(module.forward, inp, *before, first)
+            return None, compiled.untraced(module.forward, inp, *before, first)
         usual = type(inp) is Tensor and module._shared is None
         for tensor in module._parameters.values():
             usual = usual and (tensor is None or type(tensor) is nn.Parameter)

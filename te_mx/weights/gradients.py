@@ -5,8 +5,8 @@ Under fully_shard a gradient is averaged over the ranks when it is computed, and
 optimizer has: ``grad`` or ``main_grad`` of the sharded parameter. Under DistributedDataParallel it
 is added to what this rank has, and the sum averaged over the ranks; not so inside of no_sync().
 
-The part of a module that holds weight gradients back (delay_wgrad_compute), and how a module
-leaves compiled code where its weight gradients need it; shared by every module family.
+The part of a module that holds weight gradients back (delay_wgrad_compute), shared by every module
+family.
 """
 
 from __future__ import annotations
@@ -176,21 +176,6 @@ def replicated(
     made = ReplicatedGradient(parameters, label, fuse, starts, queue)
     made.group = group
     return made
-
-
-def __getattr__(name: str) -> Any:
-    # Not a decorator, because torch.compiler.disable takes seconds to import: Dynamo reads the
-    # attribute when it traces, and has been imported then.
-    if name == "untraced":
-        reason = "te_mx: a weight gradient that goes to main_grad or is delayed"
-        globals()[name] = torch.compiler.disable(_call, reason=reason)
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _call(fn: Callable[..., Any], *args: Any) -> Any:
-    """`untraced` calls a function outside of the graph that is being compiled."""
-    return fn(*args)
 
 
 class DelayedWgrad:

@@ -57,9 +57,9 @@ from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.problem import frozen_rows
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings, in_words, of_words
+from te_mx.runtime import compiled
 from te_mx.runtime.ran import note_read
 from te_mx.runtime.streams import apart
-from te_mx.torch_internals import constant_in_graphs
 from te_mx.weights import decode, weight_only
 from te_mx.weights.changes import owner_of
 
@@ -134,7 +134,7 @@ def ready(
     specs = "" if as_is else f"{settings.x}@any", f"{fmt}@{'any' if lies == 'rows' else lies}"
     words = decode.ANY_RULE if as_is else settings.scale_rule, settings.precision
     sizes = groups[0] if groups else 0, n, k
-    most = _most_rows((dtype, x.device), sizes, specs, words, multiplies)
+    most = compiled.most_rows((dtype, x.device), sizes, specs, words, multiplies)
     size, limit = x.numel(), most * x.shape[-1]
     if not most or surely(size == 0) or surely(size > limit):
         return None
@@ -185,7 +185,7 @@ def _holds(module: Any, key: str) -> bool:
     """Whether a graph may be given what a frozen module holds of a weight."""
     if module._tokens is not None or not module._reads_held:
         return False
-    if module._local is not None or _exporting():
+    if module._local is not None or compiled.exporting():
         return False  # shards of one rank are new tensors each time
     held = module._held_tensors(key)
     return held is not None and not needs_gradient(*held)
@@ -193,8 +193,8 @@ def _holds(module: Any, key: str) -> bool:
 
 # Dynamo does not trace into it: that of torch 2.11 takes every is_exporting() that it
 # meets for True.
-@constant_in_graphs
-def _exporting() -> bool:
+@compiled.constant
+def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
@@ -210,8 +210,8 @@ def _is_as_is(module: Any) -> bool:
 
 
 # A graph keeps the kernels that were there when it was made.
-@constant_in_graphs
-def _most_rows(
+@compiled.constant
+def most_rows(
     x: tuple[torch.dtype, torch.device], sizes: tuple[int, int, int], specs: tuple[str, str],
     how: tuple[str, str], multiplies: bool,
 ) -> int:  # fmt: skip
