@@ -17,8 +17,9 @@ struct Stochastic {
   uint2 key;
 
   __device__ __forceinline__ Words words(int k) const {
-    const uint4 drawn = draw<1>(row + k, col, key);
-    const uint32_t two[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+    uint4 drawn[1];
+    draw<1>(drawn, row + k, col, key);
+    const uint32_t two[4] = {drawn[0].x, drawn[0].y, drawn[0].z, drawn[0].w};
     Words made;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

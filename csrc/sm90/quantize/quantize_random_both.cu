@@ -133,11 +133,11 @@ __device__ __forceinline__ void load_columns(float (&v)[2][8], const uint32_t (&
 
 struct Transform {
   int size, place;
-  uint32_t signs;  // of the thread's rows
+  uint32_t signs;  // of the thread's rows, from bit 0 and from bit 16 on
   bool whole, all_whole;
 
   __device__ __forceinline__ Transform(const RandomParams& p, const Tile& t, const Place& at)
-      : size(p.size), place(at.lane_r), signs(p.signs >> (8 * at.lane_r)) {
+      : size(p.size), place(at.lane_r), signs((p.signs >> (8 * at.lane_r) & 0xFF) * 0x10001u) {
     whole = (at.r & ~(size - 1)) + size <= t.rows;
     all_whole = __all_sync(~0u, whole);
   }
@@ -147,7 +147,7 @@ struct Transform {
     if (size == 0) return load_columns(v, x, j);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint32_t word = x[i][j] ^ (signs >> i & 1) * 0x80008000u;
+      const uint32_t word = x[i][j] ^ (signs << (15 - i) & 0x80008000u);
       v[0][i] = low_bf16(word), v[1][i] = high_bf16(word);
     }
 #pragma unroll
@@ -173,13 +173,10 @@ __device__ __forceinline__ uint32_t larger_of_band(uint32_t v) {
 constexpr uint32_t kNotFinite = 511, kFp4Emax = 2;
 
 // e + kFp4Emax of two blocks from the largest magnitudes that each lane has, or kNotFinite.
-__device__ __forceinline__ uint32_t exponents_of(float m0, float m1, const QuantizeTask& a) {
+__device__ __forceinline__ uint32_t exponents_of(float m0, float m1, uint32_t carry,
+                                                 const QuantizeTask& a) {
   const auto one = [&](float m) -> uint32_t {
     const uint32_t bits = __float_as_uint(m) & 0x7FFFFFFFu;
-    // The carry of bf16, and behind it nothing or all ones.
-    const uint32_t carry = a.rule == ScaleRule::rceil  ? 0x3FFFFFu
-                           : a.rule == ScaleRule::even ? 0x200000u
-                                                       : 0;
     return bits >= 0x7F800000u ? kNotFinite : (bits + carry) >> 23;
   };
   uint32_t both = larger_of_band(one(m0) | one(m1) << 16);
@@ -203,6 +200,10 @@ __device__ __forceinline__ BlockPair code_columns(uint32_t (&codes)[8], const ui
                                                   const Place& at, const QuantizeTask& a,
                                                   const Rounding<kRandom>& by,
                                                   const Transform& transform) {
+  // The carry of bf16, and behind it nothing or all ones.
+  const uint32_t carry = a.rule == ScaleRule::rceil  ? 0x3FFFFFu
+                         : a.rule == ScaleRule::even ? 0x200000u
+                                                     : 0;
   uint32_t mine = 0;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -214,7 +215,7 @@ __device__ __forceinline__ BlockPair code_columns(uint32_t (&codes)[8], const ui
       most[0] = tile::max_magnitude(most[0], v[0][i]);
       most[1] = tile::max_magnitude(most[1], v[1][i]);
     }
-    const uint32_t both = exponents_of(most[0], most[1], a);
+    const uint32_t both = exponents_of(most[0], most[1], carry, a);
     mine = at.lane_r == j ? both : mine;
     const bool far = __any_sync(~0u, ((both + 0x00700070u) & 0x03000300u) != 0);
 #pragma unroll
@@ -343,10 +344,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
   Rounding<kRandom> by;
   by.clamps = p.a.rule != ScaleRule::rceil;
   if constexpr (kRandom) {
-    const uint2 key = key_of(all.seed);
-    const uint32_t row = all.first + static_cast<uint32_t>(t.r0 + at.r);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) by.words[k] = draw(row + k, t.c0() + at.c, key);
+    draw(by.words, all.first + static_cast<uint32_t>(t.r0 + at.r), t.c0() + at.c, key_of(all.seed));
   }
   uint32_t row_codes[8], col_codes[8];
   bool nan = false;

@@ -49,11 +49,11 @@ __device__ __forceinline__ uint2 key_of(const int64_t* seed) {
   return make_uint2(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
 }
 
-// What a row's eight columns from `col` on, a multiple of 8, draw: two a word, the first in its
-// lower half.
-template <int kUnroll = tile::kPhiloxRounds>
-__device__ __forceinline__ uint4 draw(uint32_t row, int64_t col, uint2 key) {
-  return tile::philox<kUnroll>(make_uint2(static_cast<uint32_t>(col / 8), row), key);
+// What eight columns of rows from `row` on draw, from `col` on, a multiple of 8: two a word, the
+// first in its lower half.
+template <int kUnroll = tile::kPhiloxRounds, int kRows>
+__device__ __forceinline__ void draw(uint4 (&words)[kRows], uint32_t row, int64_t col, uint2 key) {
+  tile::philox<kUnroll>(words, static_cast<uint32_t>(col / 8), row, key);
 }
 
 // A number that was multiplied by the factor, rounded to FP4 with the magic of its block in the
