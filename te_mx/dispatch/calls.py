@@ -23,7 +23,7 @@ class Quantize(NamedTuple):
 
     row, col: specs of the operands [rows, k = cols] and [cols, k = rows]; "" for none. col_sum:
     also sum x over its rows in fp32, rounded to sum_dtype, for a bias gradient. seed: int64 [1] of
-    stochastic rounding (rules that end in "+sr"), which counts elements from `first` on.
+    stochastic rounding (rules that end in "+sr"), which counts rows from `first` on.
     """
 
     x: Tensor

@@ -32,7 +32,7 @@ struct Special {
   bool transposed;  // columns
   bool stochastic;
   uint64_t seed;
-  int64_t first;       // number of the matrix's first element; those of a row follow each other
+  int64_t first;       // number of the matrix's first row
   int64_t rows, cols;  // of the matrix: chunks of a transform that it cuts stay as they are
   Hadamard row, col;
 };

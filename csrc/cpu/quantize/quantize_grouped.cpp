@@ -28,7 +28,7 @@ QuantizeTask group_of(const QuantizeTask& all, const Bounds& groups, int64_t i) 
   const int64_t start = groups.starts[i], cols = a.cols;
   a.x = static_cast<const char*>(a.x) + start * a.row_stride * element_bytes(a.x_dtype);
   a.rows = groups.size(i);
-  a.first += start * cols;
+  a.first += start;
   a.row_codes = offset(a.row_codes, start * quantize_tile::code_bytes(a.element, cols));
   a.row_scales = offset(a.row_scales, start * ceil_div(cols, kBlock));
   a.col_codes = offset(a.col_codes, start * cols);

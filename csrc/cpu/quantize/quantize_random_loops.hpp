@@ -174,8 +174,8 @@ void run_random(const Tile& tile) {
   }
   if (s.stochastic) {
     for (int r = 0; r < tile.rows; ++r) {
-      const int64_t number = s.first + (tile.row0 + r) * s.cols + tile.col0;
-      quant::random_words(static_cast<uint64_t>(number), s.seed, words[r]);
+      quant::random_bits(static_cast<uint32_t>(s.first + tile.row0 + r), tile.col0, s.seed,
+                         words[r]);
     }
   }
   const Row* random = s.stochastic ? words : nullptr;

@@ -24,7 +24,7 @@ struct QuantizeTask {
   int64_t together;  // bytes of codes of the whole call of which this is a part, or 0
   quantize_tile::Hadamard row_hadamard, col_hadamard;
   const int64_t* seed;  // of stochastic rounding, or null
-  int64_t first;        // number of the first element
+  int64_t first;        // number of the first row
 };
 
 // Of a call that passed check_out().

@@ -30,7 +30,7 @@ struct QuantizeOut {
   float* col_sum_ws =
       nullptr;  // partial sums, needed with col_sum: [parts, cols] as the device says
   // Stochastic rounding: int64 [1] in memory of the device, null to round to nearest even; x's
-  // first element has number `first`.
+  // first row has number `first`.
   const int64_t* seed = nullptr;
   int64_t first = 0;
 };

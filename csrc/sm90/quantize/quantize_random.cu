@@ -12,22 +12,39 @@ struct Stochastic {
   struct Words {
     float more[8];
   };
-  uint64_t number;  // of the thread's first element
-  int64_t cols;
+  uint32_t row;  // number of the thread's first row, modulo 2^32
+  int64_t col;
   uint2 key;
 
   __device__ __forceinline__ Words words(int k) const {
+    uint4 drawn[1];
+    draw<1>(drawn, row + k, col, key);
+    const uint32_t two[4] = {drawn[0].x, drawn[0].y, drawn[0].z, drawn[0].w};
     Words made;
-    draw<1>(made.more, number + k * cols, key);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      made.more[2 * j] = __uint2float_rn(two[j] & 0xFFFFu);
+      made.more[2 * j + 1] = __uint2float_rn(two[j] >> 16);
+    }
     return made;
   }
 
+  // Codes of E4M3 of eight numbers, of which two neighbours are rounded by each of r0 to r3.
   template <class T>
   static __device__ __forceinline__ uint2 fp4(const uint2 (&x)[4], const tile::Fp4Rounding& r0,
                                               const tile::Fp4Rounding& r1,
                                               const tile::Fp4Rounding& r2,
                                               const tile::Fp4Rounding& r3, const Words& words) {
-    return random_codes(x, r0, r1, r2, r3, words.more);
+    const tile::Fp4Rounding* const by[4] = {&r0, &r1, &r2, &r3};
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 scaled = Input<float>::scaled(x[j], by[j]->factor);
+      v[2 * j] = round_by_chance(scaled.x, by[j]->magic << 16, words.more[2 * j]);
+      v[2 * j + 1] = round_by_chance(scaled.y, by[j]->magic, words.more[2 * j + 1]);
+    }
+    return {tile::fp8x4<tile::Fp8::e4m3>(v[0], v[1], v[2], v[3]),
+            tile::fp8x4<tile::Fp8::e4m3>(v[4], v[5], v[6], v[7])};
   }
 };
 
@@ -57,7 +74,6 @@ template <bool kDown>
 __device__ __forceinline__ void transform(uint2 (&x)[8][4], int size, uint32_t signs, int place,
                                           bool whole) {
   constexpr int kNext = kDown ? 8 : 1;  // from lane to lane
-  const float factor = size == 16 ? 0.25f : __uint_as_float(0x3E3504F3u);
   const uint32_t mine = signs >> (8 * place);
 #pragma unroll
   for (int other = 0; other < 8; ++other) {
@@ -67,22 +83,10 @@ __device__ __forceinline__ void transform(uint2 (&x)[8][4], int size, uint32_t s
       const uint32_t bits = kDown ? element(x, i, other) : element(x, other, i);
       v[i] = __uint_as_float(bits ^ (mine >> i & 1) << 31);
     }
-#pragma unroll
-    for (int h = 1; h < 8; h *= 2) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (i & h) continue;
-        const float a = v[i], b = v[i + h];
-        v[i] = __fadd_rn(a, b), v[i + h] = __fsub_rn(a, b);
-      }
-    }
+    butterfly<kNext>(v, size, place);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float partner = __shfl_xor_sync(~0u, v[i], kNext);
-      v[i] = place & 1 ? __fsub_rn(partner, v[i]) : __fadd_rn(v[i], partner);
-      partner = __shfl_xor_sync(~0u, v[i], 2 * kNext);
-      if (size == 32) v[i] = place & 2 ? __fsub_rn(partner, v[i]) : __fadd_rn(v[i], partner);
-      v[i] = __fmul_rn(v[i], factor);
+      v[i] = __fmul_rn(v[i], transform_factor(size));
       if (whole) (kDown ? element(x, i, other) : element(x, other, i)) = __float_as_uint(v[i]);
     }
   }
@@ -116,9 +120,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
     }
   }
   if constexpr (std::is_same_v<Rounds, Stochastic>) {
-    const Stochastic rounds{
-        static_cast<uint64_t>(all.first + (t.r0 + at.r) * p.a.cols + t.c0() + at.c), p.a.cols,
-        key_of(all.seed)};
+    const Stochastic rounds{all.first + static_cast<uint32_t>(t.r0 + at.r), t.c0() + at.c,
+                            key_of(all.seed)};
     quantize_patch<float, kFmt, true, true, false>(p, s, x, t, at, rounds);
   } else {
     quantize_patch<float, kFmt, true>(p, s, x, t, at);
@@ -162,7 +165,7 @@ Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to, const Gro
       groups == nullptr ? quantize_params(a, p.q) : quantize_params(a, tiles, tiles * kTile, p.q);
   if (status != Status::ok) return status;
   if (groups != nullptr) p.groups = group_table(*groups);
-  p.seed = to.seed, p.first = to.first;
+  p.seed = to.seed, p.first = static_cast<uint32_t>(to.first);
   p.size = side.hadamard, p.signs = static_cast<uint32_t>(side.signs);
   const auto stream = static_cast<cudaStream_t>(a.stream);
   status = one_read ? quantize_both_randomly(p, stream) : launch(p, stream);

@@ -129,8 +129,7 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
 def _part(what: QuantizeGroups, start: int, end: int, row: str, col: str) -> Quantize:
     """The rows of one group, as a matrix whose elements are counted as in all of x."""
     x, rule = what.x[start:end], what.rule
-    first = start * what.x.shape[1]
-    return Quantize(x, row, col, rule, what.col_sum, seed=what.seed, first=first)
+    return Quantize(x, row, col, rule, what.col_sum, seed=what.seed, first=start)
 
 
 def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:

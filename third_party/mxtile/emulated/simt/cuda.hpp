@@ -309,6 +309,17 @@ inline float __fadd_rz(float a, float b) {
 }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+// Products of two fp32 numbers are exact in fp64.
+inline float __fmul_rz(float a, float b) {
+  const double exact = static_cast<double>(a) * b;
+  const float v = static_cast<float>(exact);
+  return std::fabs(v) > std::fabs(exact) ? std::nextafter(v, 0.0f) : v;
+}
+inline float __fmul_ru(float a, float b) {
+  const double exact = static_cast<double>(a) * b;
+  const float v = static_cast<float>(exact);
+  return v < exact ? std::nextafter(v, HUGE_VALF) : v;
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }

@@ -55,6 +55,11 @@ inline uint32_t clamp_magnitude_bf16x2(uint32_t a, uint32_t b) {
 }
 inline float clamp_magnitude(float a, float b) { return simt::min_xorsign(a, b); }
 
+inline float max_magnitude(float a, float b) {
+  a = __builtin_fabsf(a), b = __builtin_fabsf(b);
+  return a != a || a > b ? a : b;
+}
+
 inline uint32_t permute_signs(uint32_t from, uint32_t selectors) {
   return simt::permuted(from, from, selectors, true);
 }

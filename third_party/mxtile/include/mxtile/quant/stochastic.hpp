@@ -10,12 +10,11 @@
 
 namespace mxtile::quant {
 
-// Philox4x32-10: the four words of counter (low, high, 0, 0) under a key.
-MXTILE_INLINE void philox(uint64_t counter, uint64_t key, uint32_t* words) {
-  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32);
+// Philox4x32-7: the four words of counter (c0, c1, 0, 0) under a key.
+MXTILE_INLINE void philox(uint32_t c0, uint32_t c1, uint64_t key, uint32_t* words) {
   uint32_t c2 = 0, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint64_t a = uint64_t{0xD2511F53u} * c0, b = uint64_t{0xCD9E8D57u} * c2;
     const uint32_t next0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
     const uint32_t next2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
@@ -32,43 +31,37 @@ MXTILE_INLINE void philox(uint64_t counter, uint64_t key, uint32_t* words) {
   words[3] = c3;
 }
 
-// The words of 64 elements that follow each other from number `first` on: that of element i is word
-// i % 4 of counter i / 4.
-MXTILE_INLINE void random_words(uint64_t first, uint64_t key, uint32_t* words) {
-  constexpr int kElements = 64, kCounters = kElements / 4;
-  uint32_t all[4][kCounters + 1];
+// 16 bits for each of 64 elements of a row that follow each other from column `col` on, a multiple
+// of 8: eight of them draw from the counter (column / 8, row), two from a word, the first its lower
+// half.
+MXTILE_INLINE void random_bits(uint32_t row, int64_t col, uint64_t key, uint32_t* bits) {
+  constexpr int kCounters = 8;
+  uint32_t all[4][kCounters];
   for (int i = 0; i < kCounters; ++i) {
     uint32_t four[4];
-    philox(first / 4 + static_cast<uint64_t>(i), key, four);
+    philox(static_cast<uint32_t>(col / 8 + i), row, key, four);
     for (int j = 0; j < 4; ++j) all[j][i] = four[j];
   }
-  const int skip = static_cast<int>(first % 4);
-  if (skip == 0) {
-    for (int i = 0; i < kElements; ++i) words[i] = all[i % 4][i / 4];
-    return;
+  for (int i = 0; i < 8 * kCounters; ++i) {
+    bits[i] = all[i % 8 / 2][i / 8] >> (i % 2 * 16) & 0xFFFF;
   }
-  uint32_t last[4];
-  philox(first / 4 + kCounters, key, last);
-  for (int j = 0; j < 4; ++j) all[j][kCounters] = last[j];
-  for (int i = 0; i < kElements; ++i) words[i] = all[(i + skip) % 4][(i + skip) / 4];
 }
 
 // q = |x| * 2^(127 - byte) in steps of codes, from the significand (24 bits) and the exponent field
-// that a code of x has, if it is a normal one: a whole number of steps and 24 bits of the next. One
-// step up when the 24 random bits are less; never above the largest code.
+// that a code of x has, if it is a normal one: a whole number of steps and 16 bits of the next, to
+// which 16 random bits are added; never above the largest code.
 template <class F>
-MXTILE_INLINE uint32_t round_steps(uint32_t significand, int32_t field, uint32_t word) {
+MXTILE_INLINE uint32_t round_steps(uint32_t significand, int32_t field, uint32_t random) {
   const int32_t below = field < 1 ? 1 - field : 0;
   const uint32_t steps = (significand << (F::kMantissaBits + 1)) >> (below < 31 ? below : 31);
   const uint32_t base = static_cast<uint32_t>(field < 1 ? 0 : field - 1) << F::kMantissaBits;
-  const uint32_t code = (steps >> 24) + base;
-  const uint32_t up = (word >> 8) < (steps & 0xFFFFFF) ? 1 : 0;
-  return code < F::kMaxCode ? code + up : F::kMaxCode;
+  const uint32_t code = (((steps >> 8) + random) >> 16) + base;
+  return code < F::kMaxCode ? code : F::kMaxCode;
 }
 
-// Code of x * 2^(127 - byte) for finite x, rounded by a random word. byte 255 as in mx::encode().
+// Code of x * 2^(127 - byte) for finite x, rounded by 16 random bits. byte 255 as in mx::encode().
 template <class F>
-MXTILE_INLINE uint8_t encode_random(uint32_t x, uint32_t byte, uint32_t word) {
+MXTILE_INLINE uint8_t encode_random(uint32_t x, uint32_t byte, uint32_t random) {
   if (byte == mx::kScaleNan) return F::kTraits.nan_code == mx::kNoCode ? 0 : F::kNanCode;
   const uint8_t sign = static_cast<uint8_t>((x >> 31) * F::kSign);
   const uint32_t a = x & 0x7FFFFFFF;
@@ -82,17 +75,17 @@ MXTILE_INLINE uint8_t encode_random(uint32_t x, uint32_t byte, uint32_t word) {
   }
   const int32_t field = exponent - static_cast<int32_t>(byte) + F::kBias;
   if (field > 31) return sign | static_cast<uint8_t>(F::kMaxCode);
-  return sign | static_cast<uint8_t>(round_steps<F>(significand, field, word));
+  return sign | static_cast<uint8_t>(round_steps<F>(significand, field, random));
 }
 
 // The same in blocks that do not need the exact path: subnormal x is far below the last step, or
 // the block is zero.
 template <class F>
-MXTILE_INLINE uint8_t encode_random_fast(uint32_t x, uint32_t byte, uint32_t word) {
+MXTILE_INLINE uint8_t encode_random_fast(uint32_t x, uint32_t byte, uint32_t random) {
   const int32_t exponent = static_cast<int32_t>((x & 0x7FFFFFFF) >> 23);
   const uint32_t significand = exponent == 0 ? 0 : (x & 0x7FFFFF) | mx::kF32Hidden;
   const int32_t field = exponent == 0 ? 0 : exponent - static_cast<int32_t>(byte) + F::kBias;
-  const uint32_t code = round_steps<F>(significand, field, word);
+  const uint32_t code = round_steps<F>(significand, field, random);
   return static_cast<uint8_t>(code | ((x >> (32 - F::kBits)) & F::kSign));
 }
 

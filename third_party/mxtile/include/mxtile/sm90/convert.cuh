@@ -117,6 +117,13 @@ __device__ __forceinline__ uint32_t permute_signs(uint32_t from, uint32_t select
   return r;
 }
 
+// The larger magnitude of two, with any sign; NaN wins.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float r;
+  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Four bytes of `low` and `high`, by nibbles that are at most 7. Unlike __byte_perm it does not
 // make them so.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
