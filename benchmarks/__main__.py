@@ -75,6 +75,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "linear_cuda": bench_linear_cuda.linear,
     "grouped_cuda": bench_grouped_cuda.grouped,
     "moe_decode_cuda": bench_moe_cuda.decode,
+    "mixtures_cuda": bench_moe_cuda.mixtures,
     "grouped_plain_cuda": bench_grouped_plain_cuda.plain,
     "linear_kept_cuda": bench_linear_cuda.kept,
     "overhead_cuda": bench_linear_cuda.host,

@@ -76,8 +76,12 @@ def _sorted(a, ids: torch.Tensor) -> int:
 
 
 def moe_combine(a) -> int:
-    positions = at(a.slot_positions, (a.tokens, a.top_k), _I32)
-    weights = at(a.weights, (a.tokens, a.top_k), torch.float32)
+    positions = torch.arange(a.tokens * a.top_k).view(a.tokens, a.top_k)
+    if a.slot_positions:
+        positions = at(a.slot_positions, (a.tokens, a.top_k), _I32)
+    weights = torch.ones(a.tokens, a.top_k)
+    if a.weights:
+        weights = at(a.weights, (a.tokens, a.top_k), torch.float32)
     values = at(a.values, (a.tokens * a.top_k, a.n), torch.float32)
     out = torch.zeros(a.tokens, a.n)
     for j in range(a.top_k):

@@ -34,6 +34,14 @@ def _gradients_of_inputs(role: QuantizerRole) -> Any:
     return ("mxfp8_e4m3", "rceil+sr", turned)
 
 
+def _even(recipe: MXFP4BlockScaling) -> MXFP4BlockScaling:
+    return MXFP4BlockScaling(g=recipe.g, scale_rule="even")
+
+
+def _ends(layers: int) -> dict[str, Any]:
+    return _first(1, None) | {f"*layers.{layers - 1}.*": None}
+
+
 def _first(count: int, recipe: Any) -> dict[str, Any]:
     return {f"*layers.{i}.*": recipe for i in range(count)}
 
@@ -44,15 +52,17 @@ _CURES: dict[str, Callable[[MXFP4BlockScaling, str, int], Plan]] = {
     # fc2, whose input has the outliers of the activation, in MXFP8
     "fc2": lambda _, base, layers: Plan(overrides(base, {"*down_proj": "mxfp8"})),
     # the first and the last layer in high precision
-    "ends": lambda _, base, layers: Plan(
-        overrides(base, _first(1, None) | {f"*layers.{layers - 1}.*": None})
-    ),
+    "ends": lambda _, base, layers: Plan(overrides(base, _ends(layers))),
     # MXFP4 only from a quarter of the layers on, MXFP8 before
     "later": lambda _, base, layers: Plan(overrides(base, _first(max(1, layers // 4), "mxfp8"))),
     # the last tenth of the steps in MXFP8
     "final": lambda _, base, layers: Plan(base, "mxfp8", 1 - FINAL_SHARE),
     # scales that are not rounded up
-    "even": lambda recipe, base, layers: Plan(MXFP4BlockScaling(g=recipe.g, scale_rule="even")),
+    "even": lambda recipe, base, layers: Plan(_even(recipe)),
+    # "even", "ends" and "fc2" at once
+    "sum": lambda recipe, base, layers: Plan(
+        overrides(_even(recipe), {**_ends(layers), "*down_proj": "mxfp8"})
+    ),
 }
 _ONLY_ALL: dict[str, Callable[[], Plan]] = {
     "mxfp4_all-dgrad8": lambda: Plan(CustomRecipe(_gradients_of_inputs)),

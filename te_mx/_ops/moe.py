@@ -121,6 +121,18 @@ def prepared_experts(weights: Stack, mode: Mode) -> Stack:
     return pick_problem(problem).prepare_stack(weights.checked("the weights"), problem)
 
 
+def summed_slots(y: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Sums of fp32 y [tokens * top_k, n] over the slots of each token, in their order, rounded."""
+    if is_direct(y):
+        problem = Problem("moe_combine", place_of(y.device), dtype=dtype)
+        known = derived()
+        kernel = known[problem] if problem in known else derive(problem, find(problem))
+        made: Tensor | None = None if kernel is None else kernel.run(y, top_k, dtype)
+        if made is not None:
+            return made
+    return y.view(-1, top_k, y.shape[1]).sum(1).to(dtype)
+
+
 def experts_in_one(p: Experts) -> Tensor | None:
     """A whole mixture by a kernel for many rows an expert; None where there is none, or somebody
     watches, and products go by steps."""

@@ -9,9 +9,10 @@ te_mx.GroupedLinear train.
 from te_mx.moe.alignment import AlignedBlocks, align_block_size, batched_align_block_size
 from te_mx.moe.experts import ACTIVATIONS, fused_experts
 from te_mx.moe.gemm import grouped_gemm
-from te_mx.moe.packed import PackedExperts, pack_experts
+from te_mx.moe.packed import PackedExperts as PackedExperts
+from te_mx.moe.packed import pack_experts
 
 __all__ = [
-    "ACTIVATIONS", "AlignedBlocks", "PackedExperts", "align_block_size",
+    "ACTIVATIONS", "AlignedBlocks", "align_block_size",
     "batched_align_block_size", "fused_experts", "grouped_gemm", "pack_experts",
 ]  # fmt: skip

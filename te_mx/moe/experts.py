@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack
 from te_mx._ops.fused import act_quantize_2d
-from te_mx._ops.moe import experts_in_one, moe_gemm
+from te_mx._ops.moe import experts_in_one, moe_gemm, summed_slots
 from te_mx._ops.moe_align import moe_align
 from te_mx.api.groups import check_floats, settings_of
 from te_mx.api.tensor import MXTensor
@@ -115,7 +115,7 @@ def fused_experts(
     middle = _activated(h, act, interleaved, settings)
     y = scores.new_zeros((routed, second.rows))  # which slots of no expert here keep
     moe_gemm(RoutedGemm(middle, second, routing._replace(a_div=1), bias[1], scores, y, mode))
-    return y.view(-1, top_k, second.rows).sum(1).to(x.dtype)
+    return summed_slots(y, top_k, x.dtype)
 
 
 def _activated(h: Tensor, act: Activation, interleaved: bool, settings: Settings) -> Operand:

@@ -17,6 +17,8 @@ import sys
 import time
 import warnings
 
+import pytest
+
 TOOLS = ("memcheck", "racecheck")
 INSIDE = "--inside"
 FORMATS = ("e4m3", "e5m2")
@@ -325,7 +327,16 @@ def moe() -> int:
         for fmt, (n, k) in itertools.product(tests.FORMATS, ((40, 96), (130, 2880), (16, 32))):
             tests.test_products(routing, fmt, n, k)
             count += 1
-    return count
+    import test_sm90_moe_tiles as tiles
+
+    tiles.test_lists_of_many_slots(7, 4200, 8)
+    for fmt in tests.FORMATS:
+        with pytest.MonkeyPatch.context() as patch:
+            tiles.test_mixtures(150, 3, 5, 136, 40, "gpt-oss", fmt, patch)
+        tiles.test_products(300, 24, 70, fmt)
+        count += 2
+    tiles.test_packed_experts(160, 48, 20)
+    return count + 2
 
 
 def whole_gemms(precision: str) -> int:

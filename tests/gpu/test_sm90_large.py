@@ -106,3 +106,25 @@ def check(A, B, got, precision):
     else:
         va, vb = bounds.aligned_values(a, 8), bounds.aligned_values(b, 8)
         bounds.assert_close(got, vb @ va.t(), bounds.accumulation(va, vb))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_products_with_the_last_of_many_experts(tokens, fmt):
+    """Their weights lie behind 2^31 elements, for few rows and in tiles, as they are and packed."""
+    experts, n, k = 130, 4096, 4096
+    plain = torch.empty(experts, n, k, device="cuda", dtype=torch.bfloat16).normal_()
+    w = te_mx.quantize(plain, fmt=fmt)
+    del plain
+    a = te_mx.quantize(torch.randn(tokens, k, device="cuda"))
+    ids = torch.full((tokens, 1), experts - 1, device="cuda", dtype=torch.int32)
+    lists = te_mx.moe.align_block_size(ids, 64, experts)
+    parts = w.rowwise_data.view(experts, n, -1)[-1], w.rowwise_scale.view(experts, n, -1)[-1]
+    last = te_mx.MXTensor((n, k), w.fmt, rowwise_data=parts[0], rowwise_scale=parts[1])
+    want = a.dequantize().double() @ last.dequantize().double().T
+    magnitude = a.dequantize().double().abs() @ last.dequantize().double().abs().T
+    for one in (w, te_mx.moe.pack_experts(w)):
+        made = te_mx.moe.grouped_gemm(
+            a, one, *lists, top_k=1, block_m=64, out_dtype=torch.float32
+        )  # fmt: skip
+        assert bool(((made - want).abs() <= 2.0**-9 * magnitude).all())

@@ -82,6 +82,11 @@ MOE = (
         says={"max_tokens_per_batch": "max_tokens_per_batch|experts"},
     ),
     Call(
+        "te_mx.moe.pack_experts", lambda d: te_mx.moe.pack_experts,
+        lambda d: {"w": weights(d, 40, H), "recipe": None},
+        {"w": WEIGHTS.but("another k", "an expert less", "meta"), "recipe": RECIPE},
+    ),
+    Call(
         "te_mx.moe.grouped_gemm", lambda d: te_mx.moe.grouped_gemm,
         lambda d: gemm(d, floats(d, M, H), out_dtype=torch.float32, bias=floats(d, E, 40),
                        mul_weight_by=floats(d, M, TOP_K), a_div=TOP_K, zero_unrouted=False,

@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_mx
-from te_mx.distributed import quantized_all_gather, shard_codes
+from te_mx.distributed import ModuleParallel, quantized_all_gather, shard_codes
 
 
 @contextlib.contextmanager
@@ -302,6 +303,12 @@ def case_layers_of_different_recipes():
     refused(ValueError, "have different recipes", lambda: _gathered_as(recipe))
     step(sharded(mlp), dist.get_rank(), recipe)
     equal(gradients(mlp), expected)
+
+    split = built(te_mx.LayerNormMLP, K, N, bias=False, name="mlp")
+    parallelize_module(split, init_device_mesh(DEVICE, (2,)), ModuleParallel())
+    with te_mx.autocast(recipe=recipe):
+        said = "its weights run with different recipes"
+        refused(NotImplementedError, said, lambda: split(of(M, K)))
 
 
 def _gathered_as(recipe):

@@ -87,7 +87,7 @@ def test_every_recipe_is_one(name):
             continue
         asked = [f"model.layers.{i}.{what}_proj" for i in range(layers) for what in ("q", "down")]
         each = {settings_of(found.chosen, (layer,), "linear") for layer in asked}
-        assert len(each) == (1 if name.endswith("dgrad8") else 2)
+        assert len(each) == {"dgrad8": 1, "sum": 3}.get(name.rpartition("-")[2], 2)
     assert plan.now(0, 10) == plan.recipe
     assert plan.now(10, 10) == (plan.recipe if plan.final is None else plan.final)
     if name.endswith("final"):

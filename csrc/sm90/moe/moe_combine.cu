@@ -1,4 +1,5 @@
-// What the experts made of each token, weighted and added up in the order of its slots.
+// What the experts made of each token, weighted and added up in the order of its slots. Without
+// positions slot r lies in row r, without weights these are 1.
 #include <algorithm>
 
 #include "common/device.h"
@@ -36,22 +37,24 @@ __global__ void __launch_bounds__(kThreads)
   if (at >= a.tokens * quads) return;
   const int64_t token = at / quads, column = at % quads * 4;
   const int left = static_cast<int>(min(int64_t{4}, a.n - column));
-  const int32_t* const positions = a.slot_positions + token * a.top_k;
-  const float* const weights = a.weights + token * a.top_k;
+  const int64_t slot0 = token * a.top_k;
   float sums[4] = {};
   for (int first = 0; first < a.top_k; first += kAtOnce) {
     Four values[kAtOnce];
     int there[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      there[j] = first + j < a.top_k ? __ldg(positions + first + j) : -1;
+      const int64_t slot = slot0 + first + j;
+      there[j] = first + j >= a.top_k          ? -1
+                 : a.slot_positions == nullptr ? static_cast<int>(slot)
+                                               : __ldg(a.slot_positions + slot);
       values[j] = {};
       if (there[j] >= 0) values[j] = load_four(a.values + there[j] * a.n + column, left, vectors);
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (there[j] < 0) continue;
-      const float weight = __ldg(weights + first + j);
+      const float weight = a.weights == nullptr ? 1.0f : __ldg(a.weights + slot0 + first + j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(values[j].v[i], weight));
     }
@@ -64,9 +67,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status moe_combine(const MoeCombineArgs& a) {
-  if (a.values == nullptr || a.slot_positions == nullptr || a.weights == nullptr ||
-      a.out == nullptr || a.top_k < 1 || !known(a.out_dtype))
+  if (a.values == nullptr || a.out == nullptr || a.top_k < 1 || !known(a.out_dtype))
     return Status::bad_argument;
+  if (a.tokens * a.top_k >= int64_t{1} << 30) return Status::unsupported;
   const int64_t threads = a.tokens * ((a.n + 3) / 4), ctas = (threads + kThreads - 1) / kThreads;
   if (ctas == 0) return Status::ok;
   if (ctas > INT32_MAX) return Status::unsupported;

@@ -131,7 +131,8 @@ class Decode(FrozenKernel):
         each = map(row.group, range(row.groups)) if isinstance(row, Stack) else [row]
         if not all(map(_fits, each)):
             return None
-        return row._replace(codes=apart(row.codes, (row.codes.shape[-1] + 15) & -16))
+        codes = apart(row.codes, (row.codes.shape[-1] + 15) & -16)
+        return row._replace(codes=codes, scales=row.scales.contiguous())
 
     def make_plan(self, problem: Problem) -> Decoded:
         return Decoded(problem)

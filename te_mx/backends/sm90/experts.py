@@ -23,7 +23,7 @@ from te_mx.backends.sm90.grouped import (
     quantize_groups,
     set_outputs,
 )
-from te_mx.backends.sm90.moe import HopperMoeGemm, in_tiles
+from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES as DTYPES
 from te_mx.dispatch.fused import ACT_IDS
@@ -122,15 +122,9 @@ class HopperExperts(ExpertsKernel):
         middle = self._activated(h, spec, groups, what)
         y = torch.empty((rows, second.rows), dtype=torch.float32, device=device)
         product(middle, second, groups, what.biases[1], y, what)
-        out = torch.empty((tokens, second.rows), dtype=x.dtype, device=device)
-        native: Any = binding.native()
-        args = native.MoeCombineArgs(
-            values=y.data_ptr(), slot_positions=slots.positions.data_ptr(),
-            weights=what.weights.data_ptr(), tokens=tokens, n=second.rows, top_k=top_k,
-            out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype],
-        )  # fmt: skip
-        binding.set_execution(args, device.index)
-        binding.supported(native.moe_combine(args))
+        out = HopperMoeCombine().run(y, top_k, x.dtype, what.weights, slots.positions)
+        if out is None:
+            raise RuntimeError(f"te_mx internal error: {tokens} tokens with {top_k} slots")
         return out
 
     def _activated(self, h: Tensor, spec: str, groups: Groups, what: Experts) -> Operand:

@@ -84,6 +84,28 @@ class HopperMoeGemm(Kernel):
         return self.name if binding.supported(native.moe_gemm(args)) else None
 
 
+class HopperMoeCombine(Kernel):
+    op, name = "moe_combine", "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not(problem)
+
+    def run(
+        self, y: Tensor, top_k: int, dtype: torch.dtype, weights: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Sums over the slots of each token, times weights: y[positions[r]] of slot r, or y[r]."""
+        native: Any = binding.native()
+        tokens, n = len(y) // top_k, y.shape[1]
+        out = torch.empty((tokens, n), dtype=dtype, device=y.device)
+        args = native.MoeCombineArgs(
+            values=y.data_ptr(), slot_positions=pointer(positions), weights=pointer(weights),
+            tokens=tokens, n=n, top_k=top_k, out=out.data_ptr(), out_dtype=DTYPES[dtype],
+        )  # fmt: skip
+        binding.set_execution(args, y.device.index)
+        return out if binding.supported(native.moe_combine(args)) else None
+
+
 class HopperMoeAlign(Kernel):
     op, name = "moe_align", "sm90"
 
@@ -110,3 +132,4 @@ class HopperMoeAlign(Kernel):
 
 register(HopperMoeGemm())
 register(HopperMoeAlign())
+register(HopperMoeCombine())

@@ -11,8 +11,9 @@ import torch
 from as_on_hopper import hopper
 
 import te_mx
-from te_mx import formats
+from te_mx import formats, layouts
 from te_mx.backends.sm90.decode import Decode
+from te_mx.layouts.operand import Operand
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
@@ -179,6 +180,26 @@ def test_scales_that_fp32_sums_do_not_hold_run_elsewhere():
     with torch.no_grad(), te_mx.autocast(recipe=MXFP8BlockScaling()):
         layer(torch.randn(2, K))
     assert fake_sm90_decode.CALLS == []
+
+
+@pytest.mark.parametrize("lies", ["rows", "sm90:8"])
+@pytest.mark.parametrize("w", FORMATS)
+def test_which_weights_it_takes(w, lies):
+    n, k, fmt = 140, 256, formats.get(w)
+    codes, scales = fmt.quantize(torch.randn(n, k), "rceil")
+    width = codes.shape[1] // scales.shape[1]
+
+    def takes(byte, zeros=False):
+        some, own = codes.clone(), scales.clone()
+        own[130, 2] = byte
+        if zeros:
+            some[130, 2 * width : 3 * width] = 0
+        parts = layouts.get(lies).pack(fmt, some, own, k)
+        return Decode().form(Operand(*parts, f"{w}@{lies}", n, k)) is not None
+
+    assert all(map(takes, (24, 127, 140, 190, 255)))
+    assert not any(map(takes, (0, 23, 216, 254)))
+    assert takes(0, zeros=True) and takes(23, zeros=True)
 
 
 def test_inputs_of_4_bits_run_elsewhere():
