@@ -60,6 +60,9 @@ def freeze_weights(
     wanted, and in te_mx.GroupedLinear on many rows, by quantizing kept parameters at every call.
     After such a change call `unfreeze_weights`, then `freeze_weights`, and capture again.
 
+    Modules without masters may cut K into parts on Hopper GPUs whatever the recipe's split_k says,
+    where few tiles would leave the GPU idle: bits then depend on the number of rows beyond 64.
+
     A weight without a master lies once, as the kernels of its device read it for any number of
     rows: on Hopper GPUs in 1.03 to 1.04 bytes a number in MXFP8, in tiles that the state_dict is
     unpacked from, and 0.53 in MXFP4. Layers are frozen one after the other, so a model never takes

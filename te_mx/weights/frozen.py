@@ -320,9 +320,10 @@ class QuantizedOnly(Frozen):
 
     # --------------------------------------------------------------------------------- in a forward
     def inside(self, layer: Any, settings: Settings | None) -> Settings | None:
-        if settings is None:
-            return self.settings  # there is no high-precision weight to run on
-        return self._fixed_inside(layer, settings)
+        # There is no high-precision weight to run on. And none that trains, whose bits would have
+        # to be those of other numbers of rows: K is cut where few tiles leave the GPU idle.
+        made = self.settings if settings is None else self._fixed_inside(layer, settings)
+        return made if made.split_k else made._replace(split_k=True)
 
     def check(
         self, layer: Any, name: str, weight: Any, shape: tuple[int, ...], device: torch.device

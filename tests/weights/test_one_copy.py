@@ -8,6 +8,7 @@ import io
 import weakref
 
 import as_on_hopper
+import fake_sm90_codes
 import pytest
 import torch
 from torch import nn
@@ -174,3 +175,15 @@ def test_masters_go_layer_by_layer():
             te_mx.freeze_weights(model, drop_master=True)
     assert most == [3, 2, 1, 0]
     assert held(model) <= 4 * 1.04 * one
+
+
+def test_codes_alone_cut_k_where_tiles_are_few():
+    """Training's forward does so only where its recipe asks."""
+    with as_on_hopper.hopper():
+        module = te_mx.Linear(2048, 512, bias=False, params_dtype=torch.bfloat16)
+        te_mx.freeze_weights(module, fmt="mxfp4", drop_master=True)
+        fake_sm90_codes.CALLS.clear()
+        with torch.no_grad():
+            module(torch.randn(96, 2048, dtype=torch.bfloat16))
+    ((*sizes, parts),) = fake_sm90_codes.CALLS
+    assert sizes == [96, 512, 2048] and parts > 1
