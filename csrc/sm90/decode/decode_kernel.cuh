@@ -225,6 +225,8 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kRows = Math::kRows, kWarps = Math::kWarps;
   const int cluster = p.split.cluster, parts = p.slice_parts;
+  // NOTE: new to every launch, and first in the way of weights.
+  if (threadIdx.x == 0) tile::tma_prefetch(&map);
   DecodeRows rows = given;
 
   if (!rows.early()) tile::await_predecessors();
