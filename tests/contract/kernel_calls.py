@@ -399,6 +399,9 @@ CASES = {
 ELSEWHERE = {
     "layer": "is autograd's: tests/autograd/test_layer_one_call.py and tests/gpu",
     "linear": "is autograd's: tests/autograd/test_linear_one_call.py and tests/gpu",
+    "rest": "keeps a weight: tests/gpu/test_sm90_frozen.py",
+    "experts": "is a whole mixture, or else steps: tests/gpu/test_sm90_moe_tiles.py",
+    "moe_combine": "is the end of mixtures: tests/gpu/test_sm90_moe_tiles.py",
     "act_quantize_grouped": "is act_quantize, then quantize_grouped: tests/gpu/test_sm90_fused.py",
     "norm_rows": "is norm_quantize without codes: tests/gpu/test_sm90_norm_rows.py",
     "norm_backward": "has sums of its own order: tests/backends/reference/test_fused_ops.py",

@@ -176,7 +176,8 @@ def test_products(tokens, n, k, fmt):
     want = torch.einsum("rk,rnk->rn", rows, w.dequantize().double()[flat.clamp(0)])
     want = (want + bias[flat.clamp(0)].double()) * weights.flatten().double().unsqueeze(1)
     want[2] = 7.0
-    assert float((out.double() - want).norm() / want.norm()) <= 1e-4
+    # Codes that tiles align are rounded by up to 2^-10 of the largest scale of a tile.
+    assert float((out.double() - want).norm() / want.norm()) <= 2.0**-11
     assert bool((out[2] == 7.0).all())
 
 

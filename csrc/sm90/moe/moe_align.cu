@@ -1,6 +1,6 @@
 // Slots sorted by expert and cut into blocks. Every CTA counts all slots, and places those of a
-// part of its own: a thread an expert walks over them, so that every expert's keep their order. No
-// CTA waits for another one.
+// part of its own, warp after warp, so that every expert's keep their order. No CTA waits for
+// another one.
 #include "common/device.h"
 #include "common/launch.h"
 #include "mxtile/sm90/barrier.cuh"
@@ -10,7 +10,7 @@ namespace te_mx::sm90 {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kPart = 1024;  // slots of a CTA
+constexpr int kPart = kThreads;  // slots of a CTA
 
 // The expert by which a slot is sorted, -1 for none.
 __device__ __forceinline__ int expert_of(const MoeAlignArgs& a, int64_t slot) {
@@ -23,12 +23,11 @@ __global__ void __launch_bounds__(kThreads)
     moe_align_kernel(const __grid_constant__ MoeAlignArgs a) {
   __shared__ int32_t counts[kMostExperts];  // of all slots
   __shared__ int32_t starts[kMostExperts];  // of those before the part; where its own ones go
-  __shared__ int4 quads[kPart / 4];         // the experts of the part's slots
+  __shared__ int32_t slots[kPart];          // the experts of the part's slots
   __shared__ int32_t warp_sums[kWarps];
   const int me = static_cast<int>(threadIdx.x), warp = me / 32, lane = me % 32;
   const int experts = static_cast<int>(a.experts), cta = static_cast<int>(blockIdx.x);
   const int64_t first = int64_t{cta} * kPart;
-  int32_t* const slots = reinterpret_cast<int32_t*>(quads);
   for (int e = me; e < experts; e += kThreads) counts[e] = starts[e] = 0;
   mxtile::sm90::await_predecessors();
   __syncthreads();
@@ -77,26 +76,28 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  const int slot0 = static_cast<int>(first);
-  for (int e = me; e < experts; e += kThreads) {
-    int at = starts[e];
-    const auto place = [&](int slot) {
-      if (a.sorted_token_ids != nullptr) a.sorted_token_ids[at] = slot;
-      if (a.rows != nullptr) a.rows[at] = slot / a.top_k;
-      if (a.slot_positions != nullptr) a.slot_positions[slot] = at;
-      ++at;
-    };
-#pragma unroll 4
-    for (int i = 0; i < kPart; i += 4) {
-      const int4 v = quads[i / 4];
-      if (v.x == e) place(slot0 + i);
-      if (v.y == e) place(slot0 + i + 1);
-      if (v.z == e) place(slot0 + i + 2);
-      if (v.w == e) place(slot0 + i + 3);
-    }
+  // Of a slot's warp, those with its expert: before it, and all. Warps take their turns.
+  const int expert = slots[me];
+  int before = 0, all = 0;
+#pragma unroll 8
+  for (int d = 0; d < 32; ++d) {
+    const bool same = __shfl_sync(~0u, expert, d) == expert;
+    all += same, before += same && d < lane;
   }
-  if (a.slot_positions != nullptr && first + me < a.routed && slots[me] < 0)
-    a.slot_positions[first + me] = -1;
+  const int left = static_cast<int>(min(int64_t{kPart}, max(int64_t{0}, a.routed - first)));
+  int at = -1;
+  for (int w = 0; w < (left + 31) / 32; ++w) {
+    if (w == warp && expert >= 0) at = starts[expert] + before;
+    __syncwarp();
+    if (w == warp && expert >= 0 && before == 0) starts[expert] += all;
+    __syncthreads();
+  }
+  if (me < left) {
+    const int slot = static_cast<int>(first) + me;
+    if (a.slot_positions != nullptr) a.slot_positions[slot] = at;
+    if (at >= 0 && a.sorted_token_ids != nullptr) a.sorted_token_ids[at] = slot;
+    if (at >= 0 && a.rows != nullptr) a.rows[at] = slot / a.top_k;
+  }
   const int64_t thread = int64_t{cta} * kThreads + me, step = int64_t{gridDim.x} * kThreads;
   if (a.sorted_token_ids != nullptr)
     for (int64_t i = used + thread; i < a.positions; i += step)

@@ -36,7 +36,7 @@ from te_mx.layouts.operand import Operand, Stack
 
 # Mean rows of an expert from which tiles are faster than reading weights once for 8 rows, although
 # weights that lie as codes and scales are packed at every call.
-LEAST_ROWS, LEAST_ROWS_PACKED = 32, 12
+LEAST_ROWS, LEAST_ROWS_PACKED = 32, 6
 LEAST_SORTED = 64  # the same of one product, whose rows are sorted and put back
 MOST_EXPERTS = 4096  # te_mx/sm90.h
 _I32 = torch.int32
