@@ -177,7 +177,7 @@ __device__ __forceinline__ void scale_columns(float (&acc)[64], const uint32_t* 
 
 // The same elements, to the sums; those of one row and then those of the other, or as they come.
 // NOTE: of two FFMAs behind each other with one factor the second need not read it. ptxas makes use
-// of that or not as the rest of the loop is: only times tell (docs/measured.md).
+// of that or not as the rest of the loop is: only times tell (docs/notes/hopper.md).
 template <int kFirst, int kEnd, bool kByRows>
 __device__ __forceinline__ void add_rows(float (&sum)[64], const float (&acc)[64], float f0,
                                          float f8) {
