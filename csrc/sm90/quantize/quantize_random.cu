@@ -7,20 +7,24 @@ namespace te_mx::sm90 {
 
 namespace {
 
-// Rounds to MXFP4 by random words: those of an element's number.
+// Rounds to MXFP4 by the random words of a place where there is a seed, else to nearest even.
 struct Stochastic {
   struct Words {
+    bool random = false;
     float more[8];
   };
   uint32_t row;  // number of the thread's first row, modulo 2^32
   int64_t col;
   uint2 key;
+  bool random;
 
   __device__ __forceinline__ Words words(int k) const {
+    if (!random) return {};
     uint4 drawn[1];
     draw<1>(drawn, row + k, col, key);
     const uint32_t two[4] = {drawn[0].x, drawn[0].y, drawn[0].z, drawn[0].w};
     Words made;
+    made.random = true;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       made.more[2 * j] = __uint2float_rn(two[j] & 0xFFFFu);
@@ -35,6 +39,7 @@ struct Stochastic {
                                               const tile::Fp4Rounding& r1,
                                               const tile::Fp4Rounding& r2,
                                               const tile::Fp4Rounding& r3, const Words& words) {
+    if (!words.random) return Nearest::fp4<float>(x, r0, r1, r2, r3, {});
     const tile::Fp4Rounding* const by[4] = {&r0, &r1, &r2, &r3};
     float v[8];
 #pragma unroll
@@ -92,7 +97,7 @@ __device__ __forceinline__ void transform(uint2 (&x)[8][4], int size, uint32_t s
   }
 }
 
-template <tile::Fp8 kFmt, class Rounds>
+template <tile::Fp8 kFmt>
 __global__ void __launch_bounds__(kQuantizeThreads, 2)
     random_kernel(const __grid_constant__ RandomParams all) {
   __shared__ QuantizeSmem s;
@@ -119,9 +124,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
       transform<true>(x, all.size, all.signs, at.lane_r, (at.r & chunk) + all.size <= t.rows);
     }
   }
-  if constexpr (std::is_same_v<Rounds, Stochastic>) {
+  if constexpr (kIsFp4<kFmt>) {
+    const bool random = all.seed != nullptr;
     const Stochastic rounds{all.first + static_cast<uint32_t>(t.r0 + at.r), t.c0() + at.c,
-                            key_of(all.seed)};
+                            random ? key_of(all.seed) : make_uint2(0, 0), random};
     quantize_patch<float, kFmt, true, true, false>(p, s, x, t, at, rounds);
   } else {
     quantize_patch<float, kFmt, true>(p, s, x, t, at);
@@ -135,12 +141,8 @@ Status launch(const RandomParams& p, cudaStream_t stream) {
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
-  if (p.seed != nullptr) {
-    const auto kernel = random_kernel<tile::Fp8::e2m1, Stochastic>;
-    return started(cudaLaunchKernelEx(&config, kernel, p));
-  }
   return with_element(p.q.a.element, [&]<tile::Fp8 kFmt>() {
-    return started(cudaLaunchKernelEx(&config, random_kernel<kFmt, Nearest>, p));
+    return started(cudaLaunchKernelEx(&config, random_kernel<kFmt>, p));
   });
 }
 
