@@ -290,7 +290,7 @@ def test_groups_are_quantized_as_each_alone(splits, kind, col_format, rule, dtyp
         if not size:
             continue
         alone = Quantize(
-            x[start:end].cpu(), TILES, f"{col_format}@sm90:8", rule, seed=seed, first=start * cols
+            x[start:end].cpu(), TILES, f"{col_format}@sm90:8", rule, seed=seed, first=start
         )
         want = reference_quantize(alone)
         row = sm90_groups.rows_of(made.row, start, end, i)
