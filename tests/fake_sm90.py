@@ -18,7 +18,7 @@ from fake_sm90_decode import DecodeArgs, decode, decode_workspace  # noqa: F401
 from fake_sm90_factors import scaling
 from fake_sm90_frozen import pack_frozen, unpack_frozen  # noqa: F401
 from fake_sm90_joined import quantize_joined  # noqa: F401
-from fake_sm90_norm_rows import CastArgs, NormRowsArgs, cast, normalize_rows  # noqa: F401
+from fake_sm90_norm_rows import NormRowsArgs, normalize_rows  # noqa: F401
 from torch import Tensor
 
 from te_mx.backends import base

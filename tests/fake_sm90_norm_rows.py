@@ -19,26 +19,6 @@ class NormRowsArgs:
         self.__dict__.update(fields)
 
 
-class CastArgs:
-    """The fields of the native record."""
-
-    def __init__(self, **fields):
-        self.second = 0
-        self.__dict__.update(fields)
-
-    def copy(self, **fields):
-        return CastArgs(**self.__dict__ | fields)
-
-
-def cast(args) -> int:
-    from fake_sm90 import _DTYPES, at
-
-    count, source, made = args.count, _DTYPES[args.from_dtype], _DTYPES[args.to_dtype]
-    parts = [at(one, (count,), source) for one in (args.first, args.second) if one]
-    at(args.out, (len(parts) * count,), made).copy_(torch.cat(parts))
-    return 0
-
-
 def normalize_rows(args) -> int:
     from fake_sm90 import _DTYPES, at, read_matrix
 

@@ -12,7 +12,6 @@
 #include "fused/fused_task.h"
 #include "record.hpp"
 #include "sequence.hpp"
-#include "te_mx/sm90_cast.h"
 #include "te_mx/sm90_decode.h"
 #include "te_mx/sm90_frozen.h"
 
@@ -62,7 +61,6 @@ void bind_sequences(py::module_& m) {
       "normalize_backward", [](const NormGradArgs& a) { return normalize_backward(a); },
       NormGradArgs{});
   one("activate", [](const ActArgs& a) { return activate(a); }, ActArgs{});
-  one("cast", [](const CastArgs& a) { return cast(a); }, CastArgs{});
   sequences::add<QuantizeArgs, 2>("quantize_two", [](const std::array<QuantizeArgs, 2>& a) {
     return quantize_two(a[0], a[1]);
   });
@@ -211,19 +209,6 @@ void bind_moe(py::module_& m) {
   bind_call(m, "moe_combine", moe_combine);
 }
 
-void bind_cast(py::module_& m) {
-  Record<CastArgs>()
-      .field("first", &CastArgs::first)
-      .field("second", &CastArgs::second)
-      .field("count", &CastArgs::count)
-      .field("from_dtype", &CastArgs::from)
-      .field("to_dtype", &CastArgs::to)
-      .field("out", &CastArgs::out)
-      .part("execution", &CastArgs::execution, "")
-      .add_to(m, "CastArgs");
-  bind_call(m, "cast", cast);
-}
-
 void bind_norm_rows(py::module_& m) {
   Record<NormRowsArgs>()
       .part("x", &NormRowsArgs::x, "x_")
@@ -291,7 +276,6 @@ PYBIND11_MODULE(_sm90, m) {
   bind_gemms(m);
   bind_groups(m);
   bind_linear(m);
-  bind_cast(m);
   bind_sequences(m);
   bind_norm_rows(m);
   bind_decode(m);

@@ -46,7 +46,6 @@ from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, ta
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.layer import Formats, Inputs, LayerPlan, LayerProblem, Product
@@ -309,8 +308,7 @@ def _plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan |
     second = None if w2 is None else _product(w2, b2, weights.kept[1], settings, True)
     # By the identity of the settings, which lives as long as the entry: a hash costs more.
     key = (
-        "layer", x.shape, x.dtype, device, step, None if norm_weight is None else norm_weight.dtype,
-        None if norm_bias is None else norm_bias.dtype, act, return_z, need_dz,
+        "layer", x.shape, x.dtype, device, step, norm_bias is None, act, return_z, need_dz,
         w1.shape, first, None if w2 is None else w2.shape, second, id(settings),
     )  # fmt: skip
     found = _known.get(key)
@@ -348,21 +346,11 @@ def _make_plan(
     problem = LayerProblem(
         size // w1.shape[1], x.dtype, step.dtype, step.norm, p.norm_bias is not None, call.act,
         Product(*w1.shape, *first), None if w2 is None else Product(*w2.shape, *second), need_dz,
-        call.return_z, _formats(x.device, settings), x.device, _norm_dtype(p, step),
+        call.return_z, _formats(x.device, settings), x.device,
     )  # fmt: skip
     kernel = layer_kernel(x.device, settings)
     assert kernel is not None
     return kernel.make_plan(problem)  # kept with the key of the call
-
-
-def _norm_dtype(p: Parameters, step: NormStep) -> torch.dtype:
-    """Of weight and bias of a normalization as a plan is given them: their own, where it is one of
-    both and they are what they stand for, else fp32."""
-    if p.norm_weight is None or step.zero_centered:
-        return torch.float32
-    dtype = p.norm_weight.dtype
-    alike = p.norm_bias is None or p.norm_bias.dtype == dtype
-    return dtype if alike and dtype in FLOAT_DTYPES else torch.float32
 
 
 class OneCallLayer(torch.autograd.Function):
@@ -375,12 +363,7 @@ class OneCallLayer(torch.autograd.Function):
         plan: LayerPlan,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         step, p = call.step, plan.problem
-        if p.norm_dtype is torch.float32:
-            scale, shift = step.in_fp32(norm_weight, norm_bias)
-        else:
-            assert norm_weight is not None
-            scale = norm_weight.contiguous()
-            shift = None if norm_bias is None else norm_bias.contiguous()
+        scale, shift = step.in_fp32(norm_weight, norm_bias)
         read: list[Tensor | Weight] = []
         saved: list[Tensor | None] = []
         for w, product, ready in zip((w1, w2), plan.products, weights.kept, strict=False):
@@ -506,7 +489,7 @@ def _backward_in_one_call(
 def _of_norm(
     sums: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of weight and bias of a normalization, of both in one dtype."""
+    """The gradients of weight and bias of a normalization, of both in fp32."""
     if bias_dtype is None:
         return sums[0].to(dtype), None
     if bias_dtype != dtype:

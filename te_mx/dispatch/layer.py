@@ -48,7 +48,6 @@ class LayerProblem(NamedTuple):
     """z = norm(x), or x; h = z @ w1^T + b1; with an activation y = act(h) @ w2^T + b2, else h.
 
     m: rows of x. x_dtype: of x; dtype: of z, h and y. norm_bias: whether the normalization has one.
-    norm_dtype: of its weight and bias, and of their gradients; fp32 without a normalization.
     need_dx: whether backward goes through the first product to x, with the gradients of the
     normalization. return_z: whether forward returns z, too.
     """
@@ -65,12 +64,11 @@ class LayerProblem(NamedTuple):
     return_z: bool
     formats: Formats
     device: torch.device
-    norm_dtype: torch.dtype
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call: x [..., k]; weight and bias of the normalization; of every product
-    the weight [n, k], or operands of it, and the bias."""
+    """The tensors of a call: x [..., k]; weight and bias of the normalization in fp32; of every
+    product the weight [n, k], or operands of it, and the bias."""
 
     x: Tensor
     norm_weight: Tensor | None
@@ -80,7 +78,7 @@ class Inputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward made; None for what nobody needs. norm: [2, k] of weight and bias.
+    """What backward made; None for what nobody needs. norm: fp32 [2, k] of weight and bias.
     weights: of every product; with LATER the columns of its output gradient. biases: in fp32 where
     a GEMM sums them."""
 

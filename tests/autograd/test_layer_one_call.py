@@ -5,13 +5,11 @@ bits of one step after the other. Without a GPU: tests/fake_sm90.py stands in fo
 from __future__ import annotations
 
 import as_on_hopper
-import fake_sm90
 import pytest
 import torch
 from one_call import RECIPES, check, passes
 
 import te_mx
-from te_mx.autograd.norm import NormStep
 from te_mx.backends.sm90 import layer as sm90_layer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -63,20 +61,6 @@ def test_bits_of_one_step_after_the_other(fields, recipe, monkeypatch):
     check(layer, x, recipe, monkeypatch, (None, True, False))
 
 
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-def test_weights_of_a_normalization_are_read_as_they_are(dtype, normalization, monkeypatch):
-    """Calls of the sequence make them fp32, and their gradients what they are; no op of torch."""
-    layer = module(dtype, normalization=normalization)
-    x = torch.randn(40, 70, dtype=dtype, requires_grad=True)
-    check(layer, x, "mxfp8", monkeypatch)
-    casts, cast = [], fake_sm90.cast
-    monkeypatch.setattr(fake_sm90, "cast", lambda args: casts.append(args) or cast(args))
-    monkeypatch.setattr(NormStep, "in_fp32", None)
-    assert passes(layer, x, "mxfp8")[0] == "OneCallLayerBackward"
-    assert len(casts) == 2  # one each way
-
-
 def test_a_bias_beside_transformed_columns_in_fp32():
     """And nothing else: no launch makes both, and no sequence."""
     layer = module(F32)
@@ -84,13 +68,6 @@ def test_a_bias_beside_transformed_columns_in_fp32():
         parameter.requires_grad_(name in ("weight", "bias"))
     x = torch.randn(40, 70)
     assert passes(layer, x, "mxfp4_all")[0] == "LayerFunctionBackward"
-
-
-def test_weights_of_a_normalization_in_several_dtypes(monkeypatch):
-    layer = module()
-    layer.layer_norm_bias.data = layer.layer_norm_bias.data.float()
-    x = torch.randn(40, 70, dtype=BF16, requires_grad=True)
-    check(layer, x, "mxfp8", monkeypatch)
 
 
 @pytest.mark.parametrize("trains", ["input", "norm", "weight", "weight and bias"])

@@ -55,7 +55,6 @@ class _Kept(NamedTuple):
     others: int
     mean: Place | None
     rstd: Place | None
-    scales: Place | None  # weight and bias of the normalization in fp32, where they are not
     h: Place | None
     inputs: tuple[At | None, ...]
     weights: tuple[At | None, ...]
@@ -63,12 +62,10 @@ class _Kept(NamedTuple):
 
 def _kept(p: LayerProblem) -> _Kept:
     columns, others = Room("columns"), Room("others")
-    mean = rstd = scales = h = None
+    mean = rstd = h = None
     if p.norm is not None and p.need_dx:
         mean = None if p.norm.kind == "RMSNorm" else columns.matrix(p.m, 1, _F32)
         rstd = columns.matrix(p.m, 1, _F32)
-        if p.norm_dtype is not _F32:
-            scales = columns.matrix(2, p.first.k, _F32)
     if p.second is not None:
         h = others.matrix(p.m, p.first.n, p.dtype)
     products = p.first, p.second
@@ -82,7 +79,7 @@ def _kept(p: LayerProblem) -> _Kept:
         else None
         for one in products
     ]
-    return _Kept(columns.size, others.size, mean, rstd, scales, h, tuple(inputs), tuple(weights))
+    return _Kept(columns.size, others.size, mean, rstd, h, tuple(inputs), tuple(weights))
 
 
 def _given(name: str, spec: str, rows: int, k: int) -> At:
@@ -110,15 +107,6 @@ def _matrix(name: str, source: Source) -> dict[str, Any]:
         f"{name}_row_stride": Place(stride) if stride else cols,
         f"{name}_dtype": FLOAT_DTYPES[dtype],
     }  # fmt: skip
-
-
-def _cast(
-    steps: Steps, first: Place, count: int, source: torch.dtype, made: torch.dtype, out: Place,
-    **second: Place,
-) -> None:  # fmt: skip
-    """Numbers of one dtype, and of a second vector behind them, in another one."""
-    dtypes = {"from_dtype": FLOAT_DTYPES[source], "to_dtype": FLOAT_DTYPES[made]}
-    steps.add("cast", ("CastArgs", {"first": first, "count": count, "out": out} | dtypes | second))
 
 
 class _Builder:
@@ -182,21 +170,15 @@ class _Builder:
         if rstd is None:
             mean = None if norm.kind == "RMSNorm" else temp.matrix(p.m, 1, _F32)
             rstd = temp.matrix(p.m, 1, _F32)
-        weight, bias, k = Place("norm_weight"), Place("norm_bias"), p.first.k
-        if p.norm_dtype is not _F32:
-            second = {"second": bias} if p.norm_bias else {}
-            scales = self.kept.scales or temp.matrix(2, k, _F32)
-            _cast(steps, weight, k, p.norm_dtype, _F32, scales, **second)
-            weight, bias = scales, Place(scales.argument, scales.offset + 4 * k)
         fields = _matrix("x", x) | {
-            "rms": norm.kind == "RMSNorm", "eps": norm.eps, "inverse": inverse(k),
-            "weight": weight, "rstd": rstd, "z_dtype": FLOAT_DTYPES[p.dtype],
+            "rms": norm.kind == "RMSNorm", "eps": norm.eps, "inverse": inverse(p.first.k),
+            "weight": Place("norm_weight"), "rstd": rstd, "z_dtype": FLOAT_DTYPES[p.dtype],
             "counters": temp.matrix(1 + (p.m + 127) // 128, 1, _F32),
         }  # fmt: skip
         if mean is not None:
             fields["mean"] = mean
         if p.norm_bias:
-            fields["bias"] = bias
+            fields["bias"] = Place("norm_bias")
         if makes(row, col, rule, p.dtype, norm=True):
             if p.return_z:
                 fields["z"] = Place("z")
@@ -353,22 +335,17 @@ class _Builder:
         assert self.kept.rstd is not None
         x = Source(Place("x"), m, k, p.x_dtype, "x_stride")
         sums = steps.native.norm_partial_sums(m) * 2 * k
-        to = Place("norm_sums")
-        made = to if p.norm_dtype is _F32 else temp.matrix(2, k, _F32)
         fields = _matrix("dz", dz) | _matrix("x", x) | {
             "rms": p.norm.kind == "RMSNorm", "inverse": inverse(k), "dx": Place("dx"),
-            "dx_dtype": FLOAT_DTYPES[p.x_dtype],
-            "weight": self.kept.scales or Place("norm_weight"), "rstd": self.kept.rstd,
-            "dweight": made, "dbias": Place(made.argument, made.offset + 4 * k),
-            "partial": temp.matrix(sums, 1, _F32),
+            "dx_dtype": FLOAT_DTYPES[p.x_dtype], "weight": Place("norm_weight"),
+            "rstd": self.kept.rstd, "dweight": Place("norm_sums"),
+            "dbias": Place("norm_sums", 4 * k), "partial": temp.matrix(sums, 1, _F32),
             "row_sums": temp.matrix(2 * m, 1, _F32),
             "counters": temp.matrix(1 + (m + 127) // 128, 1, _F32),
         }  # fmt: skip
         if self.kept.mean is not None:
             fields["mean"] = self.kept.mean
         steps.add("normalize_backward", ("NormGradArgs", fields))
-        if made is not to:
-            _cast(steps, made, 2 * k, _F32, p.norm_dtype, to)
 
     def _wgrad(self, steps: Steps, g: At | None, i: int, into: torch.dtype | None) -> None:
         x = self.kept.inputs[i]
@@ -463,7 +440,7 @@ class Plan(LayerPlan):
                 shape = torch.Size((p.m, p.first.k))
             dx = torch.empty(shape, dtype=dtype, device=device)
             if p.norm is not None and not apart:
-                norm = torch.empty((2, p.first.k), dtype=p.norm_dtype, device=device)
+                norm = torch.empty((2, p.first.k), dtype=_F32, device=device)
                 norm_at = norm.data_ptr()
         dws: list[Any] = []
         dbs: list[Tensor | None] = []
