@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,7 @@ def main(words: list[str]) -> int:
 
 
 def inside(part: str) -> int:
+    sys.path.append(str(Path(__file__).parents[1]))  # what tests share
     import torch
 
     from te_mx.backends.sm90 import binding
