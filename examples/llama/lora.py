@@ -13,7 +13,7 @@ from gpt import data, precision, report
 from torch import nn
 
 import te_mx
-from llama import models, train
+from llama import models, recipes, train
 
 MODES = ("bf16", "mxfp8", "mxfp4")  # what the base weights are
 COLORS = dict(zip(MODES, ("#2f6fb0", "#d9622b", "#3f8f5b"), strict=True))
@@ -55,6 +55,7 @@ class LoraTrainer(train.LlamaTrainer):
             )  # fmt: skip
         if s.base:
             model.load_state_dict(torch.load(s.base, weights_only=True)["model"])
+        self.plan = recipes.plan_of(s.recipe, len(model.model.layers))
         layers = [m for n, m in model.named_modules() if is_layer(m, n)]
         if s.mode != "bf16":
             te_mx.convert_model(model, filter_fn=models.stays)

@@ -201,6 +201,8 @@ def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
         col: its spec.
         rule: as for quantize_2d.
     """
+    if row.layout.name.endswith("cols"):
+        raise ValueError(f"te_mx: row must lie by rows, got layout {row.layout.name!r}")
     row = plain(row)
     if is_direct(row.codes, row.scales):
         return _run_columns(row, col, rule)

@@ -219,7 +219,9 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         source = self._source
         if is_tracing():
             chosen = context.current_settings(bound=self._bound)
-            traced = context.resolved(chosen, self._names(), self._module_type)
+            traced: Any = chosen
+            if isinstance(chosen, ByName):  # only then a graph is of a layer's name
+                traced = context.resolved(chosen, self._names(), self._module_type)
             return self._inside(traced) if traced is None or source.fixes else traced
         region = innermost.get()
         if region is not None and region.left:

@@ -16,6 +16,7 @@ import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.frozen import Frozen
 from te_mx.backends.sm90 import split_k
+from te_mx.backends.sm90.codes import best_parts
 from te_mx.commands import candidates, timing, tune
 from te_mx.commands.main import main
 from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
@@ -360,14 +361,32 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
     assert problem.op == "gemm" and problem.place == Place("cuda", 0)
     tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
     parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
-    assert [one.name for one in found] == ["sm90_adaptive", *tiles, *parts]
+    # Weights of 4 bits lie by rows, which one kernel reads as they are.
+    codes, as_they_lie = (["sm90_codes"], [(-1, 1)]) if w == "mxfp4" else ([], [])
+    assert [one.name for one in found] == [*codes, "sm90_adaptive", *tiles, *parts]
     usual = split_k.best(4, 64, 512, as_on_hopper.MULTIPROCESSORS)
     # Blocks of D of any size have the same bits; in calls that cut k, tiles would leave it whole.
-    assert usual == 1 and [one.name for one in same] == ["sm90_adaptive", *tiles]
+    assert usual == 1 and [one.name for one in same] == [
+        *codes, "sm90_adaptive", *tiles
+    ]  # fmt: skip
     cut = split_k.best(4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
     assert cut > 1
-    assert [one.name for one in long] == ["sm90_adaptive", f"sm90_adaptive, parts {cut}"]
-    assert asked == [(-1, usual), (0, 1), (1, 1), (2, 1), (3, 1), (-1, 2), (-1, 3), (-1, 4)]
+    if w == "mxfp4":
+        cut = best_parts(4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
+    assert [one.name for one in long] == [
+        *(codes or ["sm90_adaptive"]), f"sm90_adaptive, parts {cut}"
+    ]  # fmt: skip
+    assert asked == [
+        *as_they_lie,
+        (-1, usual),
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (-1, 2),
+        (-1, 3),
+        (-1, 4),
+    ]
 
 
 def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatch):

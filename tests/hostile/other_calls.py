@@ -141,7 +141,7 @@ RECIPES = (
         "te_mx.recipe.overrides", lambda d: recipe.overrides,
         lambda d: {"recipe": HYBRID, "patterns": {"*.fc2": "mxfp4"}},
         {"recipe": RECIPE, "patterns": other_than() | values(
-            no_names={3: "mxfp8"}, no_recipe={"*": 3}, a_list=["*"], nothing=None)},
+            no_names={3: "mxfp8"}, no_recipe={"*": 3}, names_alone=["*"], nothing=None)},
     ),
     Call(
         "te_mx.recipe.MMParams", lambda d: recipe.MMParams,

@@ -25,6 +25,7 @@ import te_mx
 from te_mx._ops import Operand, Stack
 from te_mx._ops.gemm import kept_form
 from te_mx._ops.grouped_gemm import kept_stack
+from te_mx._ops.settled import settled
 from te_mx.dispatch.calls import Mode
 from te_mx.recipes.settings import in_words
 
@@ -84,6 +85,9 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     w, w4 = (OPS.quantize_weights(ws, spec, "", "rceil") for spec in (R8, R4))
     yield "columns_of_weights", (*w, R8, 40, 64, C8, "rceil")
     yield "columns_of_weights", (*w4, R4, 40, 64, C4, "rceil")
+    still = settled(Stack(*w, R8, 3, 40, 64))
+    yield "plain_rows", (still.codes, still.scales, still.packed, still.spec, 3, 40, 64)
+    yield "plain_rows", (*w4, None, R4, 3, 40, 64)
     stack = kept_stack(Stack(*w, R8, 3, 40, 64), Mode()).packed
     for given in (None, stack):
         sides = g[0], g[1], R8, 24, 64, *w, given, R8, 3, 40
