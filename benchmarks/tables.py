@@ -114,8 +114,14 @@ TABLES: dict[str, list[Line]] = {
                   "16384 14336 4096")),
         Line(f"the Llama of 861 M, eager, {FIVE}", "the same in bf16",
              llama("861m-eager", *RECIPES)),
-        Line("its peak memory, MXFP8 (less is better)", "the same in bf16",
-             llama("861m-eager GiB", "mxfp8")),
+        *(Line(f"{model}, likewise", "the same in bf16", llama(row, *RECIPES)) for row, model in (
+            ("8b-eager", "six layers of Llama-3-8B"),
+            ("mixtral", "shapes of Mixtral, experts by `grouped_mm` in bf16"),
+            ("qwen3-moe", "shapes of Qwen3-MoE, likewise"))),
+        Line("peak memory, MXFP8: 861 M / six layers of 8 B / Mixtral / Qwen3-MoE (less is better)",
+             "the same in bf16",
+             tuple(Cell(H200, f"{row} GiB", kernel="fuse=True mxfp8")
+                   for row in ("861m-eager", "8b-eager", "mixtral", "qwen3-moe"))),
         Line("quantize, both directions, 8192 x 8192", "a device copy of as many bytes",
              h200("quantize both", "8192 8192", peer=".*copy.*")),
     ],
@@ -123,6 +129,13 @@ TABLES: dict[str, list[Line]] = {
         Line(f"frozen Linear, {form.upper()} weights, 1 / 4 / 16 / 32 / 64 tokens",
              "cuBLAS bf16 in a CUDA graph", few_rows(form, 1, 4, 16, 32, 64))
         for form in ("mxfp8", "mxfp4")
+    ] + [
+        Line(f"`fused_experts`, {form.upper()}, {experts} experts, top {top}, {k} -> {n}, 1 / 8 / "
+             "32 / 128 / 512 / 2,048 / 8,192 tokens", "`grouped_mm` bf16 in a CUDA graph",
+             tuple(Cell(H200, f"mixture {form}", f"{m}x{top} of {experts} {k} {n}")
+                   for m in (1, 8, 32, 128, 512, 2048, 8192)))
+        for form in ("mxfp8", "mxfp4")
+        for experts, top, k, n in ((64, 6, 2048, 1408), (128, 8, 4096, 1536), (32, 4, 2880, 2880))
     ],
     "cpu": [
         Line("GEMM of quantized operands, 1024 / 2048 / 4096 cube", "`F.linear` bf16",

@@ -91,3 +91,4 @@ def test_the_pages_are_short_enough_to_be_read():
     if words:
         assert len((ROOT / "README.md").read_text().splitlines()) <= 130
         assert words[ROOT / "benchmarks" / "README.md"] <= 1500
+        assert sum(words.values()) <= 35_000
