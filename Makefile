@@ -149,7 +149,7 @@ lint-python: setup
 
 lint-types: setup
 	@$(BIN)/mypy --no-error-summary te_mx
-	@$(BIN)/mypy --no-error-summary --strict tests/project/typed_script.py
+	@$(BIN)/mypy --no-error-summary --strict --follow-imports=silent tests/project/typed_script.py
 
 lint-cpp: setup
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)

@@ -29,8 +29,8 @@ bool is_stream(Kernel kernel) {
 
 // A stream adds up lanes for every element of D, and panels are made once for all rows of lhs and
 // padded to 32 columns: the longer k and the fewer columns, the better the stream. The numbers are
-// crossovers of the kernels on one thread of Zen 5 (docs/notes/cpu.md), but for that of AMX. Rows do
-// not count, so that a row of D has the same bits beside up to 15 others.
+// crossovers of the kernels on one thread of Zen 5 (docs/notes/cpu.md), but for that of AMX. Rows
+// do not count, so that a row of D has the same bits beside up to 15 others.
 bool stream_pays(Kernel stream, int64_t m, int64_t n, int64_t k) {
   if (m > kStreamMaxRows) return false;
   switch (stream) {

@@ -15,8 +15,8 @@ int64_t at_once(int cluster, int sms, double idle) {
 }
 
 // Microseconds. Of one product: those that take the fastest of all splits, or one within 4 % of it,
-// of seven shapes with 1 to 16 rows (docs/notes/hopper.md). Of one of several products in a launch, SMs
-// that one leaves idle have others: what shortens one, more CTAs, lengthens all.
+// of seven shapes with 1 to 16 rows (docs/notes/hopper.md). Of one of several products in a launch,
+// SMs that one leaves idle have others: what shortens one, more CTAs, lengthens all.
 struct Costs {
   double quad;      // of a tile of 64 rows, in one CTA of two on an SM
   double input;     // a quad of x
