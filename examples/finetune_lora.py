@@ -147,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     if stop[0]:
         print("stopped early; the same command with --resume goes on", file=sys.stderr)
         return script.STOPPED
+    print("next: your own model and trainer (docs/integrations.md)")
     return 0
 
 

@@ -163,6 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     if runs:
         decode_report.write(runs, args.out)
         print(f"{decode_report.table(runs)}\n\nplot and record: {args.out}/generate.png, run.json")
+    if not code:
+        print("next: load a checkpoint of your own (docs/inference.md)")
     return code or 0
 
 

@@ -138,6 +138,7 @@ def main() -> None:
     took = time.perf_counter() - start
     print(f"{args.tokens} tokens in {took:.3f} s, standard deviation {y.float().std():.3f}")
     print(te_mx.audit(block))
+    print("next: routing lists of serving engines, by te_mx.moe (docs/moe.md)")
 
 
 if __name__ == "__main__":

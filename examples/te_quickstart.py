@@ -133,6 +133,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             gap = ((out - expected).norm() / expected.norm()).item()
             found[f"{name}, {mode}"] = gap
             print(f"{name + ', ' + mode:26} {spent:8.2f} ms   differs from torch by {gap:.1e}")
+    print("next: your script, with te_mx.pytorch as te (docs/transformer_engine.md)")
     return found
 
 

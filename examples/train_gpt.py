@@ -61,6 +61,12 @@ def settings(args: argparse.Namespace, mode: str) -> train.Settings:
     )  # fmt: skip
 
 
+def then(args: argparse.Namespace) -> str:
+    if args.mixture:
+        return "next: your own experts by te_mx.GroupedLinear (docs/grouped.md)"
+    return "next: python examples/train_moe.py, or your own model (docs/training.md)"
+
+
 def command(argv: list[str], mode: str) -> list[str]:
     return [sys.executable, __file__, *argv, "--only", mode, "--child"]
 
@@ -68,8 +74,10 @@ def command(argv: list[str], mode: str) -> list[str]:
 def main(argv: list[str] | None = None, about: str = __doc__.splitlines()[0]) -> int:
     """about: what --help says."""
     argv = sys.argv[1:] if argv is None else argv
-    chosen = script.Script(settings, lambda mode: command(argv, mode))
-    return script.main(chosen, parse(argv, about))
+    args = parse(argv, about)
+    return script.main(
+        script.Script(settings, lambda mode: command(argv, mode), then=then(args)), args
+    )
 
 
 if __name__ == "__main__":

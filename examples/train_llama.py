@@ -163,8 +163,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     parts = script.Script(
-        settings, lambda mode: command(argv, mode), trainer=train.LlamaTrainer, lacks=lacks
-    )
+        settings, lambda mode: command(argv, mode), trainer=train.LlamaTrainer, lacks=lacks,
+        then="next: python examples/generate.py decodes; --recipes all compares recipes",
+    )  # fmt: skip
     if args.recipes:
         return compare(args)
     if not args.parallel:

@@ -28,14 +28,15 @@ class Script:
 
     `settings(args, mode)` are those of the first seed, `trainer` makes a run of them, and
     `command(mode)` starts this script again for one mode. `lacks(args)` says what else a run needs
-    and does not find. Of several processes that train together, the one that is `first` writes and
-    prints, and all stop where one of them was told to, as `agree` finds.
+    and does not find; `then` is what to try next. Of several processes that train together, the one
+    that is `first` writes and prints, and all stop where one of them was told to, as `agree` finds.
     """
 
     settings: Callable[[argparse.Namespace, str], train.Settings]
     command: Callable[[str], list[str]]
     trainer: type[train.Trainer] = train.Trainer
     lacks: Callable[[argparse.Namespace], str | None] = lambda args: None
+    then: str = ""
     together: bool = False
     first: bool = True
     agree: Callable[[bool], bool] = lambda stop: stop
@@ -245,4 +246,6 @@ def main(script: Script, args: argparse.Namespace) -> int:
         if code == STOPPED and done:
             how = "the same command with --resume goes on" if args.save_every else "no checkpoint"
             print(f"stopped early; {how}", file=sys.stderr)
+        if code == 0:
+            print(script.then)
     return code

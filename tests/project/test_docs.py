@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import warnings
 from pathlib import Path
@@ -53,6 +54,21 @@ def test_an_example_runs_when_it_is_copied_alone(page, block, tmp_path, monkeypa
         if "mxfp4" in block:  # which may run in plain torch
             warnings.simplefilter("ignore", te_mx.FallbackWarning)
         exec(compile(block, page, "exec"), {})
+
+
+def test_the_notebook_runs_and_holds_no_outputs(tmp_path, monkeypatch):
+    """From converting to loading, cell by cell in one namespace."""
+    path = ROOT / "examples" / "quickstart.ipynb"
+    if not path.is_file():
+        pytest.skip("examples are not here: the tests run on an installed wheel")
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for number, cell in enumerate(cells):
+        assert not cell["outputs"] and cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), names)
+    losses = names["losses"]
+    assert isinstance(losses, list) and losses[-1] < losses[0]
 
 
 def test_readme_has_examples():

@@ -144,6 +144,7 @@ def test_moe_script_is_the_same_script_with_experts(recipe: str, tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout and (tmp_path / "loss.png").exists()
+    assert done.stdout.splitlines()[-1].startswith("next: your own experts")
 
 
 def test_its_help_is_its_own() -> None:
@@ -243,6 +244,7 @@ def test_script_writes_table_plot_and_record(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("validation loss", "gap", "tokens/s", "peak memory", "linear layers on"):
         assert word in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: python examples/train_moe.py")
     assert "tokens/s" in done.stderr  # the progress bar
     record = json.loads((tmp_path / "run.json").read_text())
     assert set(record["runs"]) == set(MODES)

@@ -138,6 +138,7 @@ def test_the_script_writes_a_table_a_record_and_a_plot(tmp_path, monkeypatch, ca
     said = capsys.readouterr().out
     for words in ("bf16", "mxfp8", "mxfp4", "tokens/s", "chooses bf16's token", "memory in use"):
         assert words in said
+    assert said.splitlines()[-1].startswith("next: ")
     assert generate.main([*options, "--only", "mxfp4"]) == 0  # whose bf16 run is still there
     assert json.loads((tmp_path / "run.json").read_text())["speedup"] == {"mxfp4": None}
     monkeypatch.setattr(generate.subprocess, "call", lambda command: 1)

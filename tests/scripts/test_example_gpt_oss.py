@@ -110,3 +110,4 @@ def test_the_script():
     done = subprocess.run([*command, "--tokens", "5"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "8 experts, 6.3 M elements, 0.5" in done.stdout and "mxfp4" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: ")

@@ -18,7 +18,9 @@ def test_the_four_layers_are_one(capsys):
     small = ["--device=cpu", "--hidden=64", "--heads=4", "--length=16", "--batch=2", "--steps=1"]
     with pytest.warns(RecipeWarning, match="DelayedScaling stands for MXFP8BlockScaling"):
         gaps = te_quickstart.main(small)
-    assert len(gaps) == 7 and capsys.readouterr().out.count(" ms ") == 7
+    said = capsys.readouterr().out
+    assert len(gaps) == 7 and said.count(" ms ") == 7
+    assert said.splitlines()[-1].startswith("next: ")
     for name, gap in gaps.items():
         if name.endswith("bf16"):
             assert gap < 2.0**-7, name  # roundings of bf16 on the way
