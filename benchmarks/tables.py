@@ -116,8 +116,8 @@ TABLES: dict[str, list[Line]] = {
              llama("861m-eager", *RECIPES)),
         *(Line(f"{model}, likewise", "the same in bf16", llama(row, *RECIPES)) for row, model in (
             ("8b-eager", "six layers of Llama-3-8B"),
-            ("mixtral", "shapes of Mixtral, experts by `grouped_mm` in bf16"),
-            ("qwen3-moe", "shapes of Qwen3-MoE, likewise"))),
+            ("mixtral", "shapes of Mixtral"),
+            ("qwen3-moe", "shapes of Qwen3-MoE"))),
         Line("peak memory, MXFP8: 861 M / six layers of 8 B / Mixtral / Qwen3-MoE (less is better)",
              "the same in bf16",
              tuple(Cell(H200, f"{row} GiB", kernel="fuse=True mxfp8")
