@@ -1,6 +1,6 @@
 """Every private name of torch and of Python that te_mx uses, and nothing else does: each is looked
-up here, with what it is for and what te_mx does without it. All are there in PyTorch 2.11, 2.12,
-2.13 and 2.14, where te_mx is tested; `tests/project/test_torch_internals.py` takes each away in
+up here, with what it is for and what te_mx does without it. All are there in PyTorch 2.11 to
+2.15, where te_mx is tested; `tests/project/test_torch_internals.py` takes each away in
 turn and trains.
 
 What nn.Module keeps its parts in (``_parameters``, ``_modules``, ``_buffers``, its dicts of hooks)
