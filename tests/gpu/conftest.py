@@ -77,4 +77,4 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers call kernels without the dispatcher, as on a GPU: the mode by which tensors of "cuda"
     lie on the CPU is none that wants to see calls."""
     if emulated_hopper.path() is not None:
-        monkeypatch.setattr(library, "function_modes", lambda: 0)
+        monkeypatch.setattr(library, "has_torch_function", lambda tensors: False)
