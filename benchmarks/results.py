@@ -17,7 +17,7 @@ from benchmarks.row import Row
 
 FOLDER = Path(__file__).parent / "results"
 KEY = "benchmark", "shape", "kernel", "peer"  # the words of a row
-OTHER_KERNEL = re.compile(r"fuse=")  # where the field says which candidate it was, not what ran
+CANDIDATE = "fuse="  # begins a kernel that says which candidate a row is of, not what ran
 KEPT = (*KEY, "us", "rate", "of_peak", "value", "target", "verdict", "date", "command")
 Record = dict[str, Any]
 
@@ -30,7 +30,7 @@ def slug(name: str) -> str:
 
 def key(row: Record) -> tuple:
     """What a row measures: the same again takes its place, whichever kernel ran it then."""
-    kernel = row["kernel"] if OTHER_KERNEL.match(row["kernel"]) else ""
+    kernel = row["kernel"] if row["kernel"].startswith(CANDIDATE) else ""
     return row["benchmark"], row["shape"], kernel, row["peer"]
 
 

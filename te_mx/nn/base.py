@@ -218,10 +218,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         """
         source = self._source
         if is_tracing():
-            chosen = context.current_settings(bound=self._bound)
-            traced: Any = chosen
-            if isinstance(chosen, ByName):  # only then a graph is of a layer's name
-                traced = context.resolved(chosen, self._names(), self._module_type)
+            traced = self._resolved(context.current_settings(bound=self._bound))
             return self._inside(traced) if traced is None or source.fixes else traced
         region = innermost.get()
         if region is not None and region.left:
@@ -237,8 +234,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             if again:
                 if self._ran:
                     raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
-                chosen = context.current_settings(bound=self._bound)
-                settings = context.resolved(chosen, self._names(), self._module_type)
+                settings = self._resolved(context.current_settings(bound=self._bound))
             if settings is not self._seen:
                 # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
                 self.__dict__.setdefault("_ran", set()).add(settings)
@@ -279,7 +275,15 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         without one what is bound, or the default; None in high precision."""
         if recipe is None and (self._bound is not None or self._bound_plain):
             return self._bound
-        chosen = resolve_recipe(recipe).chosen
+        return self._resolved(resolve_recipe(recipe).chosen, name)
+
+    def _resolved(
+        self, chosen: Settings | Mixed | ByName | None, name: str = ""
+    ) -> Settings | Mixed | None:
+        """What this module, of this name if it has none, runs with where that was chosen. Under
+        other recipes than those by name a compiled graph does not depend on the name."""
+        if not isinstance(chosen, ByName):
+            return chosen
         return context.resolved(chosen, self._names(self.name or name), self._module_type)
 
     def _names(self, name: str | None = None) -> tuple[str, ...]:
