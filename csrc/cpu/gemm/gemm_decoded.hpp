@@ -89,13 +89,6 @@ class DecodedGemm {
   // Resident panels that L2 has room for.
   static int64_t fit_of(int64_t blocks) { return Engine::kWholeBytes / (blocks * kStepBytes); }
 
-  static StridedOperand part_of_rows(const StridedOperand& all, int64_t begin, int64_t end) {
-    StridedOperand part = all;
-    part.codes += begin * all.code_row_stride;
-    part.scales += begin * all.scale_row_stride;
-    part.rows = end - begin;
-    return part;
-  }
   static int64_t even_part(int64_t whole, int64_t most) {
     return ceil_div(whole, ceil_div(whole, most));
   }

@@ -56,6 +56,15 @@ struct StridedOperand {
   }
 };
 
+// Rows [begin, end) of MX codes and scales.
+static inline StridedOperand part_of_rows(const StridedOperand& all, int64_t begin, int64_t end) {
+  StridedOperand part = all;
+  part.codes += begin * all.code_row_stride;
+  part.scales += begin * all.scale_row_stride;
+  part.rows = end - begin;
+  return part;
+}
+
 // Codes [k0, k0 + n) of a row whose k is contiguous, one a byte, n <= kMost and k0 even: where they
 // lie, or unpacked to room.
 template <int kMost>

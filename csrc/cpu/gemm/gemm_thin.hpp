@@ -162,14 +162,6 @@ class ThinGemm {
 
   static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  static StridedOperand part_of_rows(const StridedOperand& all, int64_t begin, int64_t end) {
-    StridedOperand part = all;
-    part.codes += begin * all.code_row_stride;
-    part.scales += begin * all.scale_row_stride;
-    part.rows = end - begin;
-    return part;
-  }
-
   // Calls body(begin, end) with shares of so many panels.
   template <class Body>
   void in_items(int64_t panels, const Body& body) const {
