@@ -3,7 +3,8 @@
 
     python examples/generate.py                         # a small Llama, seconds on two CPU cores
     python examples/generate.py --device cuda           # 1 G parameters in layers of Llama-3 8B
-    python examples/generate.py --device cuda --config 1b-deep --batch 16
+    python examples/generate.py --device cuda --batches 1,8,32,128 --prefill 512,2048
+    python examples/generate.py --device cuda --config 1b-deep --drop-master
     python examples/generate.py --config path/to/config.json --layers 4
 
 The model has random weights in the shape that --config names, or those of a folder; nothing is
@@ -48,7 +49,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=argparse.SUPPRESS,
         help="tokens to generate (default: 64, 256 on a GPU)",
     )
-    p.add_argument("--batch", type=int, default=d.batch, help="sequences at a time")
+    p.add_argument(
+        "--batches", type=sizes, default=d.batches, metavar="N,..",
+        help="sequences at a time, one after the other",
+    )  # fmt: skip
+    p.add_argument(
+        "--prefill", type=sizes, default=d.prefill, metavar="N,..",
+        help="also time the reading of prompts of so many tokens",
+    )  # fmt: skip
     p.add_argument("--device", default=d.device, help="cpu, cuda, cuda:1, ...")
     p.add_argument("--seed", type=int, default=d.seed, help="of random weights and the prompt")
     p.add_argument("--repeats", type=int, default=d.repeats, help="runs of each; the median counts")
@@ -74,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     small = args.device == "cpu"
     args.config = getattr(args, "config", "small" if small else "1b")
     args.tokens = getattr(args, "tokens", 64 if small else 256)
-    for name in ("layers", "prompt", "batch", "repeats", "threads"):
+    for name in ("layers", "prompt", "repeats", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
             p.error(f"--{name} must be at least 1, got {value}")
@@ -84,6 +92,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not 0 <= args.seed < 2**32:
         p.error(f"--seed must be from 0 to 2^32 - 1, got {args.seed}")
     return args
+
+
+def sizes(words: str) -> tuple[int, ...]:
+    numbers = tuple(int(word) if word.isdigit() else 0 for word in words.split(","))
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"different numbers from 1 on, as in 1,8, got {words!r}")
+    return numbers
 
 
 def settings(args: argparse.Namespace, mode: str) -> decoding.DecodeSettings:
@@ -117,10 +132,11 @@ def decode_one(args: argparse.Namespace, mode: str) -> None:
     expected = None
     if mode != "bf16" and plain.exists():
         record = json.loads(plain.read_text())
-        if record["settings"] == {**decoding.asdict(chosen), "mode": "bf16"}:
+        if record["settings"] == json.loads(json.dumps(decoding.asdict(settings(args, "bf16")))):
             expected = record["tokens"]
     tqdm = importlib.import_module("tqdm").tqdm
-    total = chosen.repeats * (chosen.tokens - 1)
+    steps = len(chosen.batches) * chosen.repeats * (chosen.tokens - 1)
+    total = steps + len(chosen.prefill) * decoding.PREFILLS
     with tqdm(total=total, desc=mode, unit="step", leave=False) as bar:
         record = decoding.run(chosen, expected, bar)
     (args.out / f"{mode}.json").write_text(json.dumps(record) + "\n")

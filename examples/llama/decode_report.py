@@ -5,14 +5,18 @@ from pathlib import Path
 
 from gpt.report import BAND, INK, MUTED, machine
 
+DECODE, PREFILL = "tokens_per_second", "prefill_tokens_per_second"
 COLORS = {"bf16": "#7b8794", "mxfp8": "#2f6fb0", "mxfp4": "#d9622b"}
 
 
-def speedup(runs: dict[str, dict], mode: str) -> float | None:
-    """How many times faster than bf16; None where bf16 did not run."""
+def speedup(runs: dict[str, dict], mode: str, size: str = "", what: str = DECODE) -> float | None:
+    """How many times faster than bf16, at the first size if none is given; None where bf16 did not
+    run."""
     if "bf16" not in runs:
         return None
-    return runs[mode]["tokens_per_second"] / runs["bf16"]["tokens_per_second"]
+    ours, theirs = runs[mode][what], runs["bf16"][what]
+    size = size or next(iter(ours))
+    return ours[size] / theirs[size]
 
 
 def table(runs: dict[str, dict]) -> str:
@@ -21,12 +25,22 @@ def table(runs: dict[str, dict]) -> str:
     def row(label: str, cell) -> None:
         rows.append([label, *(cell(mode, run) for mode, run in runs.items())])
 
-    row("tokens/s", lambda mode, run: f"{run['tokens_per_second']:,.1f}")
+    first = next(iter(runs.values()))
+    for what, label in ((DECODE, "batch {}, tokens/s"), (PREFILL, "prompt of {}, tokens/s")):
+        for size in first[what]:
+            row(label.format(size), lambda mode, run, w=what, s=size: f"{run[w][s]:,.1f}")
+            if "bf16" in runs:
+                row(
+                    "  against bf16",
+                    lambda mode, run, w=what, s=size: f"{speedup(runs, mode, s, w):.2f}x",
+                )
     if "bf16" in runs:
-        row("against bf16", lambda mode, run: f"{speedup(runs, mode):.2f}x")
         row("chooses bf16's token", lambda mode, run: f"{100 * run['agreement']:.1f} %")
         row("alike until token", lambda mode, run: f"{run['alike_until']:.0f}")
     row("memory in use", lambda mode, run: f"{run['memory_mb']['in_use']:,.0f} MB")
+    if "bf16" in runs:
+        whole = runs["bf16"]["memory_mb"]["in_use"]
+        row("  against bf16", lambda mode, run: f"{run['memory_mb']['in_use'] / whole:.2f}x")
     row("peak memory", lambda mode, run: f"{run['memory_mb']['peak']:,.0f} MB")
     widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
     lines = [
@@ -55,7 +69,7 @@ def plot(runs: dict[str, dict], path: Path) -> None:
     )
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
     bars = {
-        left: ("tokens/s", [run["tokens_per_second"] for run in runs.values()]),
+        left: ("tokens/s", [next(iter(run[DECODE].values())) for run in runs.values()]),
         right: ("memory in use, MB", [run["memory_mb"]["in_use"] for run in runs.values()]),
     }
     for axes, (label, values) in bars.items():
@@ -76,7 +90,7 @@ def _title(runs: dict[str, dict]) -> str:
     chosen, device = run["settings"], machine()
     where = device["gpu"] if chosen["device"].startswith("cuda") else device["cpu"]
     size = f"{run['parameters'] / 1e6:,.3g} M parameters"
-    return f"{chosen['config']}, {size}, batch {chosen['batch']}, greedy decode on {where}"
+    return f"{chosen['config']}, {size}, batch {chosen['batches'][0]}, greedy decode on {where}"
 
 
 def write(runs: dict[str, dict], folder: Path) -> None:

@@ -90,6 +90,12 @@ class Layer(nn.Module):
         # Queries and keys turn; the cosines of values are 1 and their sines 0.
         qkv = at.pieces.turned(qkv.view(b, t, h + 2 * p, e), at.cos, at.sin).transpose(1, 2)
         cache.index_copy_(3, at.positions, qkv[:, h:].view(b, 2, p, t, e).transpose(0, 1))
+        if t > 1:
+            q, keys, values = qkv.split([h, p, p], 1)
+            mixed = F.scaled_dot_product_attention(
+                q, keys, values, is_causal=True, enable_gqa=h != p
+            )
+            return mixed.transpose(1, 2).reshape(b, t, h * e)
         keys, values = cache
         q = qkv[:, :h].reshape(b, p, h // p * t, e)
         scores = (q @ keys.transpose(2, 3)).view(b, p, h // p, t, -1)
@@ -99,7 +105,8 @@ class Layer(nn.Module):
 
 
 class At:
-    """Where in their sequences tokens are: positions [T], cos and sin [T, H+2P, E], mask [T, S]."""
+    """Where in their sequences tokens are: positions [T], cos and sin [T, H+2P, E], mask [T, S].
+    More than one token are a prompt, whose positions start at 0."""
 
     def __init__(self, model: "Decoder", positions: Tensor) -> None:
         self.positions = positions
@@ -122,18 +129,24 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.pairs, self.head, self.places = config.num_key_value_heads, head_width(config), places
+        self.config, self.pairs, self.head = config, config.num_key_value_heads, head_width(config)
+        self.resize(places)
+
+    def resize(self, places: int) -> None:
+        """Sequences of so many tokens from now on, in new caches."""
+        self.places, config = places, self.config
         turned = config.num_attention_heads + self.pairs
-        cos, sin = rotary(config, places)
-        ones, zeros = (
-            torch.full((places, self.pairs, self.head), float(value)) for value in (1, 0)
-        )
+        with self.norm.weight.device:
+            cos, sin = rotary(config, places)
+            ones, zeros = (
+                torch.full((places, self.pairs, self.head), float(value)) for value in (1, 0)
+            )
+            later = torch.full((places, places), float("-inf")).triu(1)
         each = (places, turned, self.head)
         rotation = [
             torch.cat([table[:, None].expand(each), still], 1).flatten(1)
             for table, still in ((cos, ones), (sin, zeros))
         ]
-        later = torch.full((places, places), float("-inf")).triu(1)
         # What a position decides lies in one row, which one kernel reads.
         tables = torch.cat([*rotation, later], 1).to(self.norm.weight.dtype)
         self.register_buffer("tables", tables, persistent=False)
@@ -143,11 +156,16 @@ class Decoder(nn.Module):
         shape, like = (2, sequences, self.pairs, self.places, self.head), self.norm.weight
         return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in self.layers]
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: list[Tensor]) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: list[Tensor], last: bool = False
+    ) -> Tensor:
+        """last: the logits of the last tokens alone, [B, 1, vocabulary]."""
         at = At(self, positions)
         x, more = self.embed(tokens), None
         for layer, own in zip(self.layers, cache, strict=True):
             x, more = layer(x, more, at, own)
+        if last:
+            x, more = x[:, -1:], more[:, -1:]
         return self.lm_head(at.pieces.add_norm(x, more, self.norm)[1])
 
 

@@ -60,7 +60,7 @@ def test_the_decoder_is_the_llama_of_transformers(tied: bool) -> None:
 
 
 def test_generation_is_greedy_and_starts_anew() -> None:
-    settings = decoding.DecodeSettings("bf16", "tiny", prompt=4, tokens=6, batch=2)
+    settings = decoding.DecodeSettings("bf16", "tiny", prompt=4, tokens=6, batches=(2,))
     model = decoding.build(settings)
     prompt = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6]])
     state = decoding.Generation(model, prompt, quantized=False)
@@ -90,7 +90,7 @@ def test_compiled_pieces_are_the_same_functions(monkeypatch) -> None:
     tokens = []
     for chosen in (False, True):
         settings = decoding.DecodeSettings(
-            "mxfp8", "tiny", tokens=6, batch=2, repeats=1, compile=chosen
+            "mxfp8", "tiny", tokens=6, batches=(2,), repeats=1, compile=chosen
         )
         tokens.append(decoding.run(settings, None, Bar())["tokens"])
     assert tokens[0] == tokens[1]
@@ -99,12 +99,12 @@ def test_compiled_pieces_are_the_same_functions(monkeypatch) -> None:
 
 def test_precisions_choose_alike_on_the_decode_kernels() -> None:
     def run(mode: str, expected=None, **more) -> tuple[dict, Bar]:
-        settings = decoding.DecodeSettings(mode, "tiny", tokens=12, batch=3, repeats=2, **more)
+        settings = decoding.DecodeSettings(mode, "tiny", tokens=12, batches=(3,), repeats=2, **more)
         bar = Bar()
         return decoding.run(settings, expected, bar), bar
 
     plain, bar = run("bf16")
-    assert bar.steps == 2 * 11 and len(plain["seconds"]) == 2 and plain["kernels"] == {}
+    assert bar.steps == 2 * 11 and plain["kernels"] == {}
     assert plain["agreement"] > 0.9 and plain["alike_until"] == 12
     assert [len(one) for one in plain["tokens"]] == [28] * 3
     assert plain["parameters"] == 43200 + 2 * 256 * 64
@@ -130,13 +130,15 @@ def test_the_script_writes_a_table_a_record_and_a_plot(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(generate.subprocess, "call", child)
     options = ["--config", "tiny", "--tokens", "6", "--repeats", "1", "--out", str(tmp_path)]
+    options += ["--batches", "1,3", "--prefill", "40"]
     assert generate.main(options) == 0
     assert [command[-2] for command in asked] == list(decoding.MODES)
     record = json.loads((tmp_path / "run.json").read_text())
     assert list(record["runs"]) == list(decoding.MODES) and record["speedup"]["bf16"] == 1.0
     assert (tmp_path / "generate.png").stat().st_size > 10_000
     said = capsys.readouterr().out
-    for words in ("bf16", "mxfp8", "mxfp4", "tokens/s", "chooses bf16's token", "memory in use"):
+    sizes = ("batch 1, tokens/s", "batch 3, tokens/s", "prompt of 40, tokens/s")
+    for words in (*sizes, "bf16", "mxfp8", "mxfp4", "chooses bf16's token", "memory in use"):
         assert words in said
     assert said.splitlines()[-1].startswith("next: ")
     assert generate.main([*options, "--only", "mxfp4"]) == 0  # whose bf16 run is still there
@@ -158,6 +160,13 @@ def test_the_script_writes_a_table_a_record_and_a_plot(tmp_path, monkeypatch, ca
 def test_what_cannot_run_is_said(arguments, why, tmp_path, capsys) -> None:
     assert generate.main([*arguments, "--out", str(tmp_path)]) == generate.WRONG_USE
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["0", "1,1", "two"])
+def test_sizes_are_different_numbers(words, capsys) -> None:
+    with pytest.raises(SystemExit):
+        generate.parse(["--batches", words])
+    assert f"different numbers from 1 on, as in 1,8, got '{words}'" in capsys.readouterr().err
 
 
 def test_rotary_embeddings_of_other_kinds_are_refused(tmp_path) -> None:
