@@ -43,6 +43,16 @@ def route(index_TK: Tensor, experts: int) -> Route:
     return Route(order, place, offs, index_TK.shape[-1])
 
 
+def rows_of(x_TH: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """The token of every row, [R, H]."""
+    return x_TH.index_select(0, order // top_k)
+
+
+def sum_of_rows(g_RH: Tensor, place: Tensor, top_k: int) -> Tensor:
+    """The sum of the rows of every token, [T, H]."""
+    return g_RH.index_select(0, place).unflatten(0, (-1, top_k)).sum(1)
+
+
 class _TakeRows(torch.autograd.Function):
     """x [T, H] -> rows [R, H]. Every pair has one row, so backward is a look-up and a sum over the
     slots of a token: no atomic additions, the same bits every time."""
@@ -51,14 +61,12 @@ class _TakeRows(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.top_k = top_k
-        return x_TH.index_select(0, order // top_k)
+        return rows_of(x_TH, order, top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place,) = ctx.saved_tensors
-        (g_RH,) = grads
-        g_TKH = g_RH.index_select(0, place).unflatten(0, (-1, ctx.top_k))
-        return g_TKH.sum(1), None, None, None
+        return sum_of_rows(grads[0], place, ctx.top_k), None, None, None
 
 
 class _PutBack(torch.autograd.Function):

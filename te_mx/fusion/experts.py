@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_mx.autograd import grouped_mlp
+from te_mx.autograd.routing import Route
 from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
@@ -137,26 +138,26 @@ class ExpertsModule(OfGroups, LayerInPlace):
         return (y + adapters[key](x_RK, offs)).to(y.dtype) if key in adapters else y
 
     def _both_products(
-        self, x_RK: Tensor, offs: Tensor, biases: Sequence[Tensor | None], settings: Settings | None
+        self, x_TK: Tensor, to: Route, biases: Sequence[Tensor | None], settings: Settings | None
     ) -> Tensor | None:
-        """Both products and the gate between them as one function, [R, out]; None where somebody
-        looks between, or a state of the weights has products of its own."""
+        """Both products and the gate between them as one function of tokens on a route, [R, out];
+        None where somebody looks between, or a state of the weights has products of its own."""
         first, last = self._weight_keys
         gate, inner = self._gate, self._shape_of(first)[1]
         if gate is None or settings is None or self._adapters or self._watched is not None:
             return None
         if not self._source.fuses_groups or self._shape_of(last)[2] * 2 != inner:
             return None
-        read, held = self._read(x_RK, first, biases[0], settings)
+        read, held = self._read(x_TK, first, biases[0], settings)
         # Of what lies between, whoever reads the second weight sees dtype and device alone.
-        like = x_RK.new_empty((0, inner // 2), dtype=output_dtype(x_RK))
+        like = x_TK.new_empty((0, inner // 2), dtype=output_dtype(x_TK))
         read_last, held_last = self._read(like, last, biases[1], settings)
-        groups = Groups(offs)
-        call, parts = read.grouped_call(self, first, x_RK, groups, held, settings, None)
+        groups = Groups(to.offs)
+        call, parts = read.grouped_call(self, first, x_TK, groups, held, settings, None)
         other, others = read_last.grouped_call(self, last, like, groups, held_last, settings, None)
-        if not grouped_mlp.runs((call, other), x_RK, parts):
+        if not grouped_mlp.runs((call, other), x_TK, parts):
             return None
-        return grouped_mlp.grouped_mlp(x_RK, offs, (call, other), gate, (parts, others))
+        return grouped_mlp.grouped_mlp(x_TK, to.offs, (call, other), gate, (parts, others), to)
 
     def _read(
         self, x_RK: Tensor, key: str, bias_EN: Tensor | None, settings: Settings

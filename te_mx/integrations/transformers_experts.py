@@ -20,7 +20,7 @@ from torch.fx import Proxy
 
 from te_mx.autograd import node
 from te_mx.autograd.activation import activation
-from te_mx.autograd.routing import put_back, route, take_rows
+from te_mx.autograd.routing import Route, put_back, route, take_rows
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.groups import INDEX_DTYPES
 from te_mx.fusion.experts import ExpertsModule
@@ -63,8 +63,8 @@ class TransformersExperts(ExpertsModule):
         def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
             return self._product(x, offs, key, bias, settings[key])
 
-        def both(x: Tensor, offs: Tensor, *biases: Tensor | None) -> Tensor | None:
-            return self._both_products(x, offs, biases, alike)
+        def both(x: Tensor, to: Route, *biases: Tensor | None) -> Tensor | None:
+            return self._both_products(x, to, biases, alike)
 
         return run_experts(self, product, *args, both=both, **kwargs)
 
@@ -73,8 +73,8 @@ def run_experts(
     module: Any, product: Product, hidden_states: Tensor, top_k_index: Tensor,
     top_k_weights: Tensor, *, both: Callable[..., Tensor | None] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The experts of a module, their products by `product`, or by `both`: (rows, ends of the
-    experts, both biases) -> rows behind the second product, None where it does not. Numbers outside
+    """The experts of a module, their products by `product`, or by `both`: (tokens, their route,
+    both biases) -> rows behind the second product, None where it does not. Numbers outside
     of the module's experts are no expert's, as those of other ranks under expert parallelism: they
     add nothing and get no gradient."""
     _check(hidden_states, top_k_index, top_k_weights)
@@ -83,10 +83,10 @@ def run_experts(
         node.refuse(type(module).__name__, (hidden_states, top_k_weights, *held))
     first, last = keys_of(module)
     to = route(top_k_index, module.num_experts)
-    x_RH = take_rows(hidden_states, to)
     biases = _bias(module, first), _bias(module, last)
-    made = None if both is None else both(x_RH, to.offs, *biases)
+    made = None if both is None else both(hidden_states, to, *biases)
     if made is None:
+        x_RH = take_rows(hidden_states, to)
         a = _activated(module, product(x_RH, to.offs, first, biases[0]))
         made = product(a, to.offs, last, biases[1])
     y_RH = made

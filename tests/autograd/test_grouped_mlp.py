@@ -13,6 +13,7 @@ import te_mx
 from te_mx.autograd.activation import activation
 from te_mx.autograd.grouped import GroupedCall, grouped_linear
 from te_mx.autograd.grouped_mlp import grouped_mlp, runs
+from te_mx.autograd.routing import route, take_rows
 from te_mx.dispatch.fused import Activation
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
 
@@ -39,9 +40,12 @@ def layers(stacked: bool, bias: bool) -> list[list[Tensor]]:
 
 
 def step(fused: bool, recipe, parts, wanted: str) -> list[Tensor]:
-    """y, and gradients of what is wanted: the input, the first layer, the second, by a letter."""
+    """y, and gradients of what is wanted: the input, the first layer, the second, by a letter. With
+    a t the input is tokens, of two rows each."""
     torch.manual_seed(2)
-    x = torch.randn(ROWS, K).bfloat16().requires_grad_("x" in wanted)
+    to = route(torch.randint(4, (ROWS // 2, 2)), 3) if "t" in wanted else None
+    ends = ENDS if to is None else to.offs
+    x = torch.randn(ROWS if to is None else ROWS // 2, K).bfloat16().requires_grad_("x" in wanted)
     for own, letter in zip(parts, "12", strict=True):
         for part in own:
             part.requires_grad_(letter in wanted)
@@ -50,22 +54,23 @@ def step(fused: bool, recipe, parts, wanted: str) -> list[Tensor]:
     act = Activation("swiglu")
     if fused:
         assert runs((call, call), x, parts[0])
-        y = grouped_mlp(x, ENDS, (call, call), act, tuple(parts))
+        y = grouped_mlp(x, ends, (call, call), act, tuple(parts), to)
     else:
-        h = activation(grouped_linear(x, ENDS, parts[0], call), act)
-        y = grouped_linear(h, ENDS, parts[1], call)
+        rows = x if to is None else take_rows(x, to)
+        h = activation(grouped_linear(rows, ends, parts[0], call), act)
+        y = grouped_linear(h, ends, parts[1], call)
     leaves = [one for one in (x, *parts[0], *parts[1]) if one.requires_grad]
     grads = torch.autograd.grad(y, leaves, torch.randn(y.shape).bfloat16()) if leaves else ()
     return [y.detach(), *grads]
 
 
-@pytest.mark.parametrize("wanted", ["x12", "x", "1", "2", "12", ""])
+@pytest.mark.parametrize("wanted", ["tx12", "x12", "x", "t1", "2", "12", ""])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("where", ["cpu", "hopper"])
 def test_one_function_has_the_bits_of_three(where, recipe, wanted, threads):
     threads(1)
     on_hopper = hopper_with_groups() if where == "hopper" else nullcontext([])
-    stacked, bias = wanted != "12", wanted in ("x12", "2", "12")
+    stacked, bias = wanted != "12", wanted in ("tx12", "2", "12")
     with on_hopper as calls:
         parts = layers(stacked, bias)
         want = step(False, RECIPES[recipe], parts, wanted)
@@ -74,10 +79,12 @@ def test_one_function_has_the_bits_of_three(where, recipe, wanted, threads):
         launches = calls.count("activate_grouped")
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     if where == "hopper":
-        both = 1 + any(letter in wanted for letter in "x1")
-        # Formats that differ by direction, and random ones, take a launch of their own.
-        apart = {"mxfp4": "2" in wanted, "mxfp4_all": both - ("2" not in wanted)}.get(recipe, 0)
-        assert launches == both - apart
+        dh = any(letter in wanted for letter in "x1")
+        # Columns of a are made again of h, where that is kept. Formats that differ by direction,
+        # and random ones, take a launch of their own.
+        again = dh and "2" in wanted
+        apart = {"mxfp4": wanted == "2", "mxfp4_all": dh + again + (wanted == "2")}.get(recipe, 0)
+        assert launches == 1 + dh + again - apart
 
 
 def test_where_the_device_knows_the_splits(threads, monkeypatch, recwarn):
