@@ -70,6 +70,7 @@ from te_mx.dispatch.linear import Weight as Parts
 from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import ROWS, spec_of
 from te_mx.recipes.settings import Settings
+from te_mx.runtime import compiled
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import current
 
@@ -122,6 +123,16 @@ def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
 
 
 def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
+    tracing = torch.compiler.is_compiling()  # when a constant takes the place of what is below
+    specs = compiled.role_specs if tracing else role_specs
+    x, x_col, w, w_col, g, g_col = specs(device, op, *settings).split(" ")
+    return Roles(Forms(x, x_col), Forms(w, w_col), Forms(g, g_col))
+
+
+@compiled.constant
+def role_specs(device: torch.device, op: str, *fields: Any) -> str:
+    """The specs of `roles`, of settings with these fields."""
+    settings = Settings(*fields)
     x, w, g = settings.x, settings.w, settings.g
     x_col, w_col, g_col = settings.x_columns, settings.w_columns, settings.g_columns
     rest = settings.precision, settings.spread, op
@@ -135,11 +146,9 @@ def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
         return forms(device, fmt, other, *rest, backward, right).col
 
     # fprop is x @ w^T, dgrad g @ w, wgrad g^T @ x.
-    return Roles(
-        Forms(row(x, w, rule), col(x_col, g_col, right=True)),
-        Forms(row(w, x, rule, right=True), col(w_col, g, right=True)),
-        Forms(row(g, w_col, backward), col(g_col, x_col)),
-    )
+    inputs = row(x, w, rule), col(x_col, g_col, right=True)
+    weights = row(w, x, rule, right=True), col(w_col, g, right=True)
+    return " ".join((*inputs, *weights, row(g, w_col, backward), col(g_col, x_col)))
 
 
 def needs_columns(settings: Settings, need_dx: bool) -> bool:
