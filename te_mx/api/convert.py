@@ -76,10 +76,11 @@ def convert_model(
             (``down(act(gate(x)) * up(x))``, ``fc2(act(fc1(x)))``, whatever the layers are called)
             run as one step; so do, in eager mode, RMSNorm and LayerNorm of any class, which also
             quantize their result for the converted layers that read it; the output projection of
-            sdpa and flash attention keeps the tensor that attention keeps for backward anyway; in
-            compiled code the tables of rotary embeddings are written once. What a module computes
-            is found out by running its forward on stand-ins for its layers. A block whose layers
-            something replaces, hooks or freezes later runs its own forward again, and
+            sdpa and flash attention keeps the tensor that attention keeps for backward anyway; the
+            loss of Transformers' language models goes over parts of the tokens, with the same bits;
+            in compiled code the tables of rotary embeddings are written once. What a module
+            computes is found out by running its forward on stand-ins for its layers. A block whose
+            layers something replaces, hooks or freezes later runs its own forward again, and
             `te_mx.audit` says so.
 
             Layers that follow each other in an nn.Sequential become one module: normalization +

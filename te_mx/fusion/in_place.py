@@ -17,6 +17,7 @@ from te_mx.fusion import (
 )
 from te_mx.fusion.blocks import Block, plan_blocks
 from te_mx.fusion.class_swap import give, take_back
+from te_mx.fusion.losses import give_losses, plan_losses, take_losses
 from te_mx.fusion.norms import FoundNorm, plan_norms
 from te_mx.fusion.outputs import plan_outputs, save_inputs
 from te_mx.fusion.sequences import Fusion
@@ -32,9 +33,10 @@ class InPlace(NamedTuple):
     norms: list[FoundNorm]
     outputs: list[nn.Module]
     tables: list[Tables]
+    losses: list[nn.Module]
 
 
-NOTHING = InPlace([], [], [], [])
+NOTHING = InPlace([], [], [], [], [])
 # Classes that blocks, norms and tables get, the attribute that holds the plan of a module,
 # and those that it gets in use.
 _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
@@ -65,13 +67,15 @@ def plan_in_place(
     normalizations, norms = plan_norms(model, converts, modules)
     attentions, outputs = plan_outputs(model, converts)
     rotary, tables = plan_tables(model, converts)
-    plan = InPlace(blocks, norms, outputs, tables)
-    return found + normalizations + attentions + rotary, plan
+    losses, models = plan_losses(model) if converts else ([], [])
+    plan = InPlace(blocks, norms, outputs, tables, models)
+    return found + normalizations + attentions + rotary + losses, plan
 
 
 def fuse_in_place(plan: InPlace) -> None:
     """Fuse what was planned."""
     save_inputs(plan.outputs)
+    give_losses(plan.losses)
     all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.tables
     for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
         for module, its_plan in found:
@@ -81,7 +85,7 @@ def fuse_in_place(plan: InPlace) -> None:
 
 def unfuse_in_place(model: nn.Module) -> list[Fusion]:
     """Give back the classes that modules had."""
-    found = []
+    found = take_losses(model)
     for mixin, attribute, others in _CLASSES:
         for name, module in model.named_modules():
             if isinstance(module, mixin):

@@ -291,7 +291,7 @@ def test_saved_loaded_copied_and_given_back(tmp_path):
     for other in (again, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert torch.equal(step(other)[0], expected)
     assert plain.load_state_dict(fused.state_dict()).missing_keys == []
-    assert te_mx.revert_model(fused).count("reverted") == 7 + 5
+    assert te_mx.revert_model(fused).count("reverted") == 8 + 5
     assert {type(m) for m in fused.modules()} == {type(m) for m in model_of("Llama").modules()}
     assert not any("te_mx" in key for m in fused.modules() for key in m.__dict__)
 
@@ -403,7 +403,7 @@ def test_models_without_values_and_with_parameters_beside():
     """On the meta device, as models are built before they are loaded; Layer has one of its own."""
     eager = model_of("Gemma2", attn_implementation="eager")  # or o_proj is one more
     report = te_mx.convert_model(eager.to("meta"), fuse=True, filter_fn=keep_head)
-    assert len(report.fused) == 1 + 4 + 1 + 1  # block, normalizations, the last one, tables
+    assert len(report.fused) == 1 + 4 + 1 + 2  # block, normalizations, the last one, tables, loss
     assert te_mx.convert_model(layer_of(RMS).to("meta"), fuse=True).fused == ["norm"]
 
 
