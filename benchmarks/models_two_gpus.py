@@ -2,9 +2,9 @@
 weights that te_mx gathers as codes), replicated (DDP, bf16 parameters) or each layer on all GPUs
 (tensor parallel, bf16 parameters).
 
-    torchrun --nproc-per-node 2 -m benchmarks.models_two_gpus [--rows fsdp2,ddp] [--compile]
+    torchrun --nproc-per-node 2 -m benchmarks.models_two_gpus [--rows fsdp2,ddp] [--recipe NAME,..]
 
-Both models are on the GPUs and take turns; a time is that of the slower rank, a memory the larger.
+All models are on the GPUs and take turns; a time is that of the slower rank, a memory the larger.
 """
 
 import argparse
@@ -41,10 +41,11 @@ from benchmarks.timing import Call
 from te_mx.distributed import quantized_all_gather
 
 FULL = Workload("8b-layers", {"num_hidden_layers": 8}, batch=4)
-_EVEN = {"num_key_value_heads": 2, "intermediate_size": 192}  # in whole blocks on two ranks
+# In whole blocks on two ranks.
+_EVEN = {"hidden_size": 256, "num_key_value_heads": 2, "intermediate_size": 256}
 QUICK = Workload("tiny", _EVEN, batch=2, context=64)
 ROUNDS, STEPS = 3, 4
-KINDS = ("bf16", "te_mx")
+BF16, OURS = "bf16", "te_mx"
 
 
 def shard(model: nn.Module, kind: str = "") -> nn.Module:
@@ -63,8 +64,8 @@ def shard(model: nn.Module, kind: str = "") -> nn.Module:
 def shard_codes(model: nn.Module, kind: str) -> nn.Module:
     """The same, and te_mx gathers codes."""
     shard(model)
-    if kind == "te_mx":
-        quantized_all_gather(model)
+    if kind != BF16:
+        quantized_all_gather(model, recipe=kind.removeprefix(OURS).strip() or None)
     return model
 
 
@@ -166,45 +167,54 @@ def seconds_of(step: Call, device: torch.device) -> float:
     return largest((time.perf_counter() - start) / STEPS, device)
 
 
-def rows(name: str, work: Workload, device: torch.device) -> list[Row]:
-    made = {kind: prepared(work, kind, name, device) for kind in KINDS}
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+def rows(name: str, work: Workload, device: torch.device, ours: list[str]) -> list[Row]:
+    """Of the models of te_mx, by their kinds."""
+    kinds = [BF16, *ours]
+    made = {kind: prepared(work, kind, name, device) for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(ROUNDS):
-        for kind in KINDS:
+        for kind in kinds:
             times[kind].append(seconds_of(made[kind][0], device))
     way = WAYS[name]
     batches = dist.get_world_size() if way.own_tokens else 1
     tokens = work.tokens * batches
     seconds = {kind: statistics.median(rounds) for kind, rounds in times.items()}
     speed = {kind: f"{tokens / s / 1e3:,.1f}k tok/s" for kind, s in seconds.items()}
-    turns = [b / o for b, o in zip(times["bf16"], times["te_mx"], strict=True)]
     layers = work.config().num_hidden_layers
     shape = f"{layers} layers {batches}x{work.batch}x{work.context}"
-    found = [
-        Row(
-            name, shape, "fuse=True", seconds["te_mx"] * 1e6, speed["te_mx"], None, "bf16",
-            statistics.median(turns), way.target, speed["bf16"],
-        )
-    ]  # fmt: skip
-    ours, theirs = made["te_mx"][1], made["bf16"][1]
-    if ours is not None and theirs is not None:
+    found = []
+    for kind in ours:
+        turns = [b / o for b, o in zip(times[BF16], times[kind], strict=True)]
+        how = f"fuse=True{kind.removeprefix(OURS)}"
         found.append(
             Row(
-                f"{name} GiB", shape, "fuse=True", None, f"{ours:.1f} GiB", None, "bf16",
-                ours / theirs, way.peak, f"{theirs:.1f} GiB",
+                name, shape, how, seconds[kind] * 1e6, speed[kind], None, BF16,
+                statistics.median(turns), way.target, speed[BF16],
             )
         )  # fmt: skip
+        mine, theirs = made[kind][1], made[BF16][1]
+        if mine is not None and theirs is not None:
+            found.append(
+                Row(
+                    f"{name} GiB", shape, how, None, f"{mine:.1f} GiB", None, BF16,
+                    mine / theirs, way.peak, f"{theirs:.1f} GiB",
+                )
+            )  # fmt: skip
     return found
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="benchmarks.models_two_gpus", description=__doc__)
     p.add_argument("--rows", default=",".join(WAYS), metavar="NAME,..")
+    p.add_argument("--recipe", default="", metavar="NAME,..", help="of te_mx.recipe.NAMED")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--quick", action="store_true", help="a tiny model, for a test that it runs")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = p.parse_args(argv)
     args.rows = args.rows.split(",")
+    args.kinds = [f"{OURS} {name}" if name else OURS for name in args.recipe.split(",")]
+    if not set(args.kinds) <= models.CONVERSIONS.keys():
+        p.error(f"--recipe names recipes of te_mx.recipe.NAMED, got {args.recipe}")
     if not set(args.rows) <= WAYS.keys():
         p.error(f"--rows are {', '.join(WAYS)}, got {','.join(args.rows)}")
     if "RANK" not in os.environ:
@@ -226,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         work = replace(QUICK if args.quick else FULL, compiled=args.compile)
         for name in args.rows:
             with loss_parallel() if name == "tp" else nullcontext():
-                found = rows(name, work, device)
+                found = rows(name, work, device, args.kinds)
             for row in found:
                 if first:
                     print(line(row.cells()), flush=True)

@@ -253,6 +253,7 @@ def test_layers_on_two_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "benchmarks.models_two_gpus", "--quick", "--device", "cpu"]
+    command += ["--recipe", "deepseek_v3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     wanted = (
