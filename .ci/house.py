@@ -56,7 +56,7 @@ INTERNALS = re.compile(
     r"|_module_state_mapping|_get_module_state|_active_ddp_module|_module_parameters\b"
     r"|_StridedShard|_dtensor_spec|\._local_tensor\b|\._spec\b|_prepare_(in|out)put_fn"
     r"|_call_impl\b|_global_(forward|backward)_|_make_wrapper_subclass|_ConvNd|_pytree"
-    r"|_storage_Use|_cdata\b|_swap_data_ptr|getrefcount|_is_gil_enabled|_getframe|cell_contents"
+    r"|_storage_Use|_cdata\b|_swap_data_ptr|_is_gil_enabled|_getframe|cell_contents"
     r"|_CheckpointFrame|_guards\b|(from|import) torch\S*\._(?!_)"
 )
 # Documented by torch, or a module object that is asked for and not looked into.

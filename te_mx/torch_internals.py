@@ -1,7 +1,6 @@
-"""Every private name of torch and of Python that te_mx uses, and nothing else does: each is looked
-up here, with what it is for and what te_mx does without it. All are there in PyTorch 2.11 to
-2.15, where te_mx is tested; `tests/project/test_torch_internals.py` takes each away in
-turn and trains.
+"""Every private name of torch that te_mx uses, and nothing else does: fifteen, each looked up here,
+with what it is for and what te_mx does without it. All are there in PyTorch 2.11 to 2.15, where
+te_mx is tested; `tests/project/test_torch_internals.py` takes each away in turn and trains.
 
 What nn.Module keeps its parts in (``_parameters``, ``_modules``, ``_buffers``, its dicts of hooks)
 and ``Tensor._version``, ``Tensor._base`` and ``torch._foreach_*`` are no internals in this sense:
@@ -12,74 +11,64 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def _found(path: str, otherwise: Any) -> Any:
+    """What has a name, "module:name"; without it `otherwise`."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return otherwise
+
 
 # ------------------------------------------------------------------------------- backward passes
 # The number of the backward pass that runs in this thread, -1 outside of one; and whether that pass
 # will run a node. Without: input gradients are added by autograd, and main_grad and delayed weight
 # gradients are refused (`knows_passes`). A forward that other code than torch.utils.checkpoint runs
 # again in the backward pass counts as one outside of it: it has to enter te_mx.autocast itself.
-pass_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
-knows_passes = hasattr(torch._C, "_current_graph_task_id") and will_run is not None
+_pass: Any = _found("torch._C:_current_graph_task_id", None)
+pass_id: Callable[[], int] = _pass or (lambda: -1)
+will_run: Any = _found("torch._C:_will_engine_execute_node", None)
+knows_passes = _pass is not None and will_run is not None
 
 
 # ------------------------------------------------------------------------ transforms of torch.func
 # Which transform is active, None outside of all. Without: torch itself refuses autograd functions
 # such as te_mx's under a transform, in words of its own, and every op goes by the dispatcher.
-_functorch = getattr(torch._C, "_functorch", None)
-transform_level: Any = getattr(_functorch, "peek_interpreter_stack", lambda: "unknown")
-transform: Any = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+_transform: Any = _found("torch._C:_functorch.peek_interpreter_stack", None)
+transform_level: Any = _transform or (lambda: "unknown")
+transform: Any = _transform or (lambda: None)
 
 
 # ---------------------------------------------------------------------- who watches the dispatcher
 # The number of modes of __torch_dispatch__, and whether the profiler records. Without one: every op
 # goes by the dispatcher, and torch's own functions stand between DTensors and ranks.
-dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-profiling: Callable[[], bool]
+dispatch_modes: Callable[[], int] = _found("torch._C:_len_torch_dispatch_stack", lambda: 1)
+profiling: Callable[[], bool] = partial(bool, 1)
 if hasattr(torch.autograd.profiler, "_is_profiler_enabled"):
     # No function of Python, which would cost more than the look.
     profiling = partial(attrgetter("_is_profiler_enabled"), torch.autograd.profiler)
-else:
-    profiling = partial(bool, 1)
 
 
 # ------------------------------------------------------------------------------------------ memory
-# The address of the storage behind a tensor, how many tensors hold it, and how many of Python's
-# variables. Without: memory of the CPU comes from torch's allocator each time.
-storage_id: Callable[[Any], int]
-if hasattr(torch.UntypedStorage, "_cdata"):
-    storage_id = attrgetter("_cdata")
-else:
-    storage_id = lambda storage: StorageWeakRef(storage).cdata  # noqa: E731
-storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
-references: Callable[[Any], int] = getattr(sys, "getrefcount", lambda _: 0)
-# Whether references are counted so at all: where threads run without a lock they are not.
-counts_references = not sysconfig.get_config_var("Py_GIL_DISABLED")
-
-
-def moved_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same memory in a storage that nobody has seen (torch 2.12); without: the same one."""
-    if not hasattr(storage, "_swap_data_ptr_"):
-        return storage
-    made: Any = torch.UntypedStorage(0, device="cpu")
-    made._swap_data_ptr_(storage)
-    return made
+# How many tensors and variables hold the storage at an address. Without: memory of the CPU comes
+# from torch's allocator each time.
+storage_uses: Callable[[int], int] = _found("torch._C:_storage_Use_Count", lambda _: 0)
 
 
 # -------------------------------------------------------------------------------------------- CUDA
 # The current stream of a device as an address, without an object of Python around it. Without: the
 # public function.
-raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream: Any = _found("torch._C:_cuda_getCurrentRawStream", None)
 
 
 # ------------------------------------------------------------------------------------------- Python
@@ -92,19 +81,11 @@ def calling_frame(up: int) -> Any:
     return frame
 
 
-def closed_over(function: Any, name: str) -> Any:
-    """What a function that another one made has of it: which functions of a style torch's
-    distribute_module made a hook of. Without: None, and the hook counts as an unknown one."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = getattr(function, "__closure__", None)
-    return cells[names.index(name)].cell_contents if cells and name in names else None
-
-
 # ----------------------------------------------------------------------------------------- modules
 # Whether hooks were registered for all modules. Without: they may have been, and no modules run as
 # one.
-hooked_everywhere: Callable[[], bool] = getattr(
-    nn.modules.module, "_has_any_global_hook", lambda: True
+hooked_everywhere: Callable[[], bool] = _found(
+    "torch.nn.modules.module:_has_any_global_hook", lambda: True
 )
 
 
@@ -117,20 +98,18 @@ def bind_recomputed(bound: Callable[[Any], Any]) -> None:
     no hook for that, but both of its forms hand f to a class that every entry to them uses. Without
     these, as they are or if somebody changed them already: nothing; modules then go by what they
     ran with, see nn/base.py."""
-    from torch.utils import checkpoint
-
-    reentrant = getattr(checkpoint, "CheckpointFunction", None)
+    reentrant: Any = torch.utils.checkpoint.CheckpointFunction
     if _takes(reentrant, "forward", "ctx", "run_function"):
-        forward = reentrant.forward  # type: ignore[union-attr]
+        forward = reentrant.forward
 
         @functools.wraps(forward)
         def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
             return forward(ctx, bound(run_function), *args)
 
         bound_forward.__dict__[_BINDS] = True
-        reentrant.forward = staticmethod(bound_forward)  # type: ignore[union-attr]
+        reentrant.forward = staticmethod(bound_forward)
 
-    frame: Any = getattr(checkpoint, "_CheckpointFrame", None)
+    frame: Any = _found("torch.utils.checkpoint:_CheckpointFrame", None)
     if _takes(frame, "__init__", "self", "recompute_fn"):
         init = frame.__init__
 
@@ -153,124 +132,47 @@ def _takes(owner: Any, method: str, *first: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ DTensor
-# What this rank has of a DTensor, itself and not a view, and the object that describes it. They are
-# set on instances, so they are looked for when the first one is there.
-def local_part(tensor: Any) -> Any:
-    """What this rank has of a DTensor, without a history. Without: to_local()."""
-    found = getattr(tensor, "_local_tensor", None)
-    if found is not None:
-        return found
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def held_by(tensor: Any) -> Any:
-    """The tensor that has the memory: of a DTensor what this rank has."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def description(tensor: Any) -> Any:
-    """The object that describes a DTensor, the same one as long as it lies so; without, and of
-    other tensors: one that is new every time, so that plans are made for each call."""
-    return getattr(tensor, "_spec", None) or object()
-
-
-def descriptions() -> tuple[Any, Any]:
-    """The classes of that object and of its part for the whole tensor; without: (None, None), and
-    torch's own functions stand between DTensors and ranks."""
-    try:
-        from torch.distributed.tensor import _dtensor_spec
-    except ImportError:
-        return None, None
-    one = getattr(_dtensor_spec, "DTensorSpec", None)
-    other = getattr(_dtensor_spec, "TensorMeta", None)
-    return (None, None) if one is None or other is None else (one, other)
-
-
-def functions_of_styles() -> dict[str, Any]:
-    """What torch's styles have distribute_module call around layers: "column in", "column out",
-    "row in" and "row out". Without: their hooks count as unknown ones, and blocks of layers on
-    several ranks run layer by layer."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    found = {}
-    for name, style in (("column", ColwiseParallel), ("row", RowwiseParallel)):
-        found[f"{name} in"] = getattr(style, "_prepare_input_fn", None)
-        found[f"{name} out"] = getattr(style, "_prepare_output_fn", None)
-    return {name: function for name, function in found.items() if function is not None}
-
-
-def functional_collectives() -> Any:
-    """Collectives that torch.compile keeps in a graph.
-
-    Raises:
-        NotImplementedError: there are none, and so no layers of several ranks.
-    """
-    try:
-        from torch.distributed import _functional_collectives
-    except ImportError:
-        raise NotImplementedError(
-            "te_mx: layers between the ranks of a process group need collectives that this PyTorch "
-            f"({torch.__version__}) does not have; give them no tp_group"
-        ) from None
-    return _functional_collectives
+def like(made: Any) -> Callable[[Tensor], Any]:
+    """What makes more DTensors like one, each of what this rank has of it, without a history.
+    Without: DTensor.from_local does, at 24 us a tensor in place of 2."""
+    kind = type(made)
+    spec = getattr(made, "_spec", None)
+    if spec is not None:
+        return lambda local: kind(local, spec, requires_grad=local.requires_grad)
+    mesh, placements, shape, stride = made.device_mesh, made.placements, made.shape, made.stride()
+    return lambda local: kind.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 # ------------------------------------------------------------------------- data-parallel wrappers
-try:
-    from torch.distributed import _composable_state as _composable
-except ImportError:
-    _composable = None  # type: ignore[assignment]
 # Modules that fully_shard or replicate wrapped. Without: it is as if there were some, which costs a
-# look for each weight gradient; and quantized_all_gather finds no sharded weight, and says so.
-wrapped: Any = getattr(_composable, "_module_state_mapping", ("unknown",))
+# look for each weight gradient; main_grad is looked for at what they lend, and quantized_all_gather
+# finds no sharded weight, and both say so.
+wrapped: Any = _found("torch.distributed._composable_state:_module_state_mapping", ("unknown",))
 
 
-def fsdp_params() -> Iterator[tuple[Any, Any, nn.Module, str]]:
-    """(what FSDP2 knows of a parameter, the group that it is reduced with, its module, its name) of
-    every parameter of fully_shard and replicate."""
-    for state in [ref() for ref in getattr(wrapped, "values", tuple)()]:
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
-        for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
-            for param in () if group is None else group.fsdp_params:
-                info = getattr(param, "_module_info", None)
-                if info is not None:
-                    yield param, group, info.module, info.param_name
-
-
-def module_of(param: Any) -> Any:
-    """The module that has a parameter of FSDP2. Without: None."""
-    return getattr(getattr(param, "_module_info", None), "module", None)
-
-
-def size_of(param: Any) -> tuple[int, ...]:
-    """The size of a parameter before fully_shard cut it, on this rank where tensor parallelism cut
-    it too. Without: that of the whole parameter."""
-    return tuple(getattr(param, "_orig_size", param.sharded_param.shape))
-
-
-def gathered_parameter(param: Any) -> Any:
-    """The parameter that fully_shard lends to a module for a forward, None before the first."""
-    return getattr(param, "unsharded_param", None)
+def fsdp_params() -> Iterator[tuple[Any, Any]]:
+    """(what FSDP2 knows of a parameter, the group that it is reduced with) of every parameter of
+    fully_shard and replicate. Without what their state has them in: as without `wrapped`."""
+    for state in [ref() for ref in wrapped.values()] if isinstance(wrapped, Mapping) else ():
+        for name, groups in () if state is None else vars(state).items():
+            if name.startswith("_fsdp_param_group"):  # torch 2.11 has one, and no list
+                for group in groups if isinstance(groups, list) else [groups]:
+                    yield from () if group is None else ((one, group) for one in group.fsdp_params)
 
 
 def gradient_hook(group: Any) -> Any:
-    """The hook of set_all_reduce_hook, which sees the gradients that FSDP2 reduces."""
-    return getattr(group, "_all_reduce_hook", None)
-
-
-def is_managed(module: Any) -> bool:
-    """Whether fully_shard or FullyShardedDataParallel swaps the parameters of a module, which both
-    mark so; torch's replicate does not."""
-    return getattr(module, "_is_fsdp_managed_module", False)
+    """The hook of set_all_reduce_hook, which sees the gradients that FSDP2 reduces. Without: there
+    may be one, and main_grad and delayed gradients under fully_shard are refused."""
+    return None if group is None else getattr(group, "_all_reduce_hook", group)
 
 
 def running_ddp() -> Any:
     """The DistributedDataParallel that runs a forward now. Without: an error in a process group,
     for a weight gradient that goes to main_grad or is delayed."""
     kind = nn.parallel.DistributedDataParallel
-    found = getattr(kind, "_active_ddp_module", kind)
-    if found is not kind:
+    if (found := getattr(kind, "_active_ddp_module", kind)) is not kind:
         return found
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotImplementedError(
@@ -283,4 +185,4 @@ def running_ddp() -> Any:
 
 # What makes a tensor of a class of one's own without memory. Without: quantized_all_gather is
 # refused.
-wrapper_of: Any = getattr(Tensor, "_make_wrapper_subclass", None)
+wrapper_of: Any = _found("torch:Tensor._make_wrapper_subclass", None)

@@ -274,7 +274,7 @@ def _refuse_split_backward(node_class: Any) -> None:
 
     def register_prehook(self: Any, hook: Any) -> Any:
         caller = calling_frame(1)
-        if caller and caller.f_globals["__name__"] == "torch.distributed.pipelining._backward":
+        if caller and caller.f_globals["__name__"].startswith("torch.distributed.pipelining."):
             raise NotImplementedError(
                 "te_mx in a pipeline that computes gradients of inputs and of weights apart "
                 "(zero-bubble schedules) needs PyTorch 2.13 or newer: this one "

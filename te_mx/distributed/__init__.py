@@ -29,6 +29,7 @@ _WHERE = {
     "run_block": "split_block",
     "codes_of": "on_codes",
     "owners": "fsdp",
+    "params_of": "fsdp",
     "attach": "fsdp",
     "join": "halves",
     "cut": "halves",

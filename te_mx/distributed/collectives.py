@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_mx.torch_internals import functional_collectives
-
-collectives = functional_collectives()
-
 
 def summed(x: Tensor, group: Any) -> Tensor:
     """The sum over the ranks of a group."""
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def summed_here(x: Tensor, group: Any) -> Tensor:
@@ -30,14 +28,16 @@ def summed_here(x: Tensor, group: Any) -> Tensor:
 
 def gathered(mine: Tensor, group: Any) -> Tensor:
     """[n, ..] of every rank of a group, one behind the other."""
-    made = collectives.all_gather_tensor(mine.contiguous(), 0, group)
-    return collectives.wait_tensor(made)
+    made = mine.new_empty(dist.get_world_size(group) * mine.shape[0], *mine.shape[1:])
+    dist.all_gather_into_tensor(made, mine.contiguous(), group=group)
+    return made
 
 
 def scattered(partial: Tensor, group: Any) -> Tensor:
     """This rank's part along dimension 0 of the sum over a group."""
-    made = collectives.reduce_scatter_tensor(partial.contiguous(), "sum", 0, group)
-    return collectives.wait_tensor(made)
+    made = partial.new_empty(partial.shape[0] // dist.get_world_size(group), *partial.shape[1:])
+    dist.reduce_scatter_tensor(made, partial.contiguous(), group=group)
+    return made
 
 
 def _same(x: Tensor, group: Any) -> Tensor:

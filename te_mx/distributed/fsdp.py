@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -26,15 +27,8 @@ from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.recipe import resolve_recipe
 from te_mx.recipes.settings import Mixed, Settings
 from te_mx.runtime.arguments import check_module
-from te_mx.torch_internals import (
-    fsdp_params,
-    gathered_parameter,
-    gradient_hook,
-    local_part,
-    module_of,
-    size_of,
-    wrapper_of,
-)
+from te_mx.torch_internals import fsdp_params, gradient_hook, wrapper_of
+from te_mx.weights.ranks import shard_of
 
 
 def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
@@ -120,15 +114,15 @@ def attach(module: Any) -> None:
         model = module.__dict__["_gathered_with"] = Model()
     for key, settings in module._gathers.items():
         parameter = module._parameters[key]
-        if isinstance(parameter, DTensor) and not isinstance(local_part(parameter), GatheredWeight):
+        if isinstance(parameter, DTensor) and not isinstance(shard_of(parameter), GatheredWeight):
             known = params_of(module).get(key)
-            _extend(local_part(parameter), settings, Place(module, known, _groups), model)
+            _extend(shard_of(parameter), settings, Place(module, known, _groups), model)
 
 
 def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
     """FSDP2's extension of one sharded weight, as attributes of the tensor that it shards: no other
     class of tensor reaches optimizers and checkpoints."""
-    codes, here = ShardCodes(shard, settings, place, model), weakref.ref(shard)
+    codes, held = ShardCodes(shard, settings, place, model), weakref.ref(shard)
 
     def fsdp_pre_all_gather(
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -142,7 +136,7 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
         """The whole weight as a forward gets it; FSDP2 fills the same memory every time."""
         if out is not None:
             return None
-        last: int = here().shape[-1]  # type: ignore[union-attr]
+        last: int = held().shape[-1]  # type: ignore[union-attr]
         parts = restored(all_gather_outputs, metadata)
         made = GatheredWeight(*parts, last, param_dtype, settings.w)
         return made, ()  # it has no memory but that of what FSDP2 gathered, which it frees
@@ -158,18 +152,42 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
 # By module. What fully_shard knows of a parameter holds its module, so neither is held here.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Any]]]
 _known = weakref.WeakKeyDictionary()
+_at: dict[int, weakref.ref[Any]] = {}  # what it knows of one, by the id of that or of the whole
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of its parameters
 
 
 def params_of(module: nn.Module) -> dict[str, Any]:
     """What fully_shard knows of the parameters of a module, by name; it sits at the module that was
     wrapped, somewhere above."""
-    if module not in _known:
-        for param, group, owner, name in fsdp_params():
+    if module not in _known and not _note(module):
+        _at.clear()
+        for param, group in fsdp_params():
             _groups[param] = weakref.ref(group)
-            _known.setdefault(owner, {})[name] = weakref.ref(param)
+            for held in (param.sharded_param, gathered_parameter(param)):
+                if held is not None:
+                    _at[id(held)] = weakref.ref(param)
+        _note(module)
     found = {name: ref() for name, ref in _known.get(module, {}).items()}
     return {name: param for name, param in found.items() if param is not None}
+
+
+def _note(module: nn.Module) -> bool:
+    """Find those of a module, which holds them sharded or whole, in `_at`."""
+    found: dict[str, weakref.ref[Any]] = {}
+    for name, held in module._parameters.items():
+        ref = None if held is None else _at.get(id(held))
+        if ref is None or (param := ref()) is None:
+            continue
+        if param.sharded_param is held or gathered_parameter(param) is held:
+            found[name] = ref
+    if found:
+        _known[module] = found
+    return bool(found)
+
+
+def gathered_parameter(param: Any) -> Any:
+    """The parameter that fully_shard lends to a module for a forward, None before the first."""
+    return getattr(param, "unsharded_param", None)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
@@ -187,8 +205,11 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 def _why_not(module: Any, param: Any, settings: Settings) -> str:
     """Why a weight is not gathered as codes, or an empty string."""
-    shape = size_of(param)
     ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
+    sharded = param.sharded_param
+    cuts = enumerate(sharded.placements)  # by tensor parallelism too
+    sizes = [sharded.device_mesh.size(i) for i, p in cuts if getattr(p, "dim", None) == dim]
+    rows = sharded.shape[dim] * ranks // prod(sizes)
     grouped = isinstance(module, GroupedLinear)
     known = params_of(module)
     own = next(name for name, one in known.items() if one is param)
@@ -218,15 +239,15 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
         )
     if param.offload_to_cpu:
         return "is offloaded to the CPU, where FSDP2 does not gather codes; use no CPUOffloadPolicy"
-    if shape[0] % ranks:
+    if rows % ranks:
         return (
-            f"has {shape[0]} rows, which {ranks} ranks have in parts of different sizes; make it "
-            f"{-(-shape[0] // ranks) * ranks}"
+            f"has {rows} rows, which {ranks} ranks have in parts of different sizes; make it "
+            f"{-(-rows // ranks) * ranks}"
         )
-    height = 1 if len(shape) == 3 else formats.get(settings.w).scaling.block[0]
-    if shape[0] // ranks % height:
+    height = 1 if sharded.ndim == 3 else formats.get(settings.w).scaling.block[0]
+    if rows // ranks % height:
         return (
-            f"has {shape[0] // ranks} rows on a rank, which are no whole blocks of {height} rows "
+            f"has {rows // ranks} rows on a rank, which are no whole blocks of {height} rows "
             f"of {settings.w}; use a recipe with weights in blocks of one row"
         )
     return ""
@@ -240,10 +261,10 @@ class Sharded:
         NotImplementedError: FSDP2 has a hook for gradients, which sees those that it reduces.
     """
 
-    def __init__(self, param: Any, before: Any = None) -> None:
+    def __init__(self, module: Any, param: Any, before: Any = None) -> None:
         if gradient_hook(_group_of(param)) is not None:
             raise NotImplementedError(
-                f"{module_of(param)._label()}: fully_shard has a hook for gradients "
+                f"{module._label()}: fully_shard has a hook for gradients "
                 "(set_all_reduce_hook), which does not see those that fuse_wgrad_accumulation or "
                 "delay_wgrad_compute add to main_grad or grad; build the layer without both, or "
                 "use a mesh of two dimensions (HSDP) in place of the hook"
@@ -286,11 +307,12 @@ def _divisor(param: Any) -> float:
 
 def owners(module: Any, weights: Any) -> list[Any]:
     """The owners of weights that fully_shard lends to a module now; none where it does not."""
-    params = params_of(module._local or module)
+    module = module._local or module
+    params = params_of(module)
     made = []
     for weight in weights:
         found = [p for p in params.values() if gathered_parameter(p) is weight]
         if not found:
             return []
-        made.append(Sharded(found[0]))
+        made.append(Sharded(module, found[0]))
     return made

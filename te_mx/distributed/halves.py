@@ -16,7 +16,7 @@ from torch.distributed.tensor import (
     empty,
 )
 
-from te_mx.torch_internals import local_part
+from te_mx.weights.ranks import shard_of
 
 
 def _places(parts: Sequence[Any]) -> list[Placement]:
@@ -39,14 +39,14 @@ def blank(parts: Sequence[Any]) -> DTensor:
     made: Any = empty(
         shape, dtype=first.dtype, device_mesh=first.device_mesh, placements=_places(parts)
     )  # fmt: skip
-    made._te_mx_blank = local_part(made)._version
+    made._te_mx_blank = shard_of(made)._version
     return made
 
 
 def is_blank(tensor: Any) -> bool:
     """Whether it is such a one that nobody has filled."""
     version = getattr(tensor, "_te_mx_blank", None)
-    return version is not None and version == local_part(tensor)._version
+    return version is not None and version == shard_of(tensor)._version
 
 
 @torch.no_grad()

@@ -4,20 +4,28 @@ they do with what a layer takes and makes.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from te_mx.distributed import styles
 from te_mx.nn.guards import why_not_usual as _why_not_but_hooks
-from te_mx.torch_internals import closed_over, functions_of_styles
 
 _MADE_BY = f"{distribute_module.__name__}.<locals>."
 _INNER, _WHOLE = (Shard(-1),), (Replicate(),)
-_KNOWN = {styles._prepare_input, styles._prepare_output, *functions_of_styles().values()}
+_OURS = {styles._prepare_input, styles._prepare_output}
+# What torch's styles have distribute_module call are functions of these classes.
+_THEIRS = {(one.__module__, one.__qualname__) for one in (ColwiseParallel, RowwiseParallel)}
+
+
+# By hook what it closes over: to look takes longer than a layer has.
+_held: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def given(hook: Any, name: str) -> Any:
@@ -25,8 +33,14 @@ def given(hook: Any, name: str) -> Any:
     functions that no style of torch or te_mx has."""
     if not getattr(hook, "__qualname__", "").startswith(_MADE_BY):
         return None
-    made = closed_over(hook, name)
-    return made if isinstance(made, partial) and made.func in _KNOWN else None
+    held = _held.get(hook)
+    if held is None:
+        held = _held[hook] = inspect.getclosurevars(hook).nonlocals
+    made = held.get(name)
+    if not isinstance(made, partial):
+        return None
+    owner = made.func.__module__, made.func.__qualname__.rpartition(".")[0]
+    return made if made.func in _OURS or owner in _THEIRS else None
 
 
 class Wanted(NamedTuple):

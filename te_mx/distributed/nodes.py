@@ -10,7 +10,8 @@ watches the dispatcher, torch's own functions run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,16 @@ from te_mx.autograd import node as transforms
 from te_mx.context.region import is_tracing
 from te_mx.distributed.collectives import SUMMED, SUMMED_HERE, Moved, summed_here
 from te_mx.nn.linear import Linear
-from te_mx.torch_internals import descriptions, dispatch_modes, local_part
+from te_mx.torch_internals import dispatch_modes, like
+from te_mx.weights.ranks import shard_of
 
-DTensorSpec, TensorMeta = descriptions()
-_modes = dispatch_modes if DTensorSpec is not None else lambda: 1
 _SUM, _WHOLE = Partial(), (Replicate(),)
 _LOCAL = "_te_mx_local"
 
 
 def plain(*tensors: Any) -> bool:
     """Whether nodes of this file may stand in for torch's."""
-    return not (is_tracing() or _modes()) and all(type(t) is Tensor for t in tensors)
+    return not (is_tracing() or dispatch_modes()) and all(type(t) is Tensor for t in tensors)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -42,66 +42,70 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class _Kind(NamedTuple):
+    """What a contiguous DTensor is. made(local): one without a history."""
+
+    mesh: Any
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    made: Callable[[Tensor], DTensor]
+
+
 # A mesh counts by its identity: one of a process group that is gone equals one of its successor.
-_known: dict[Any, Any] = {}
+_known: dict[Any, _Kind] = {}
 _MOST_KNOWN = 1024
 
 
-def _described(
-    mesh: Any, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> Any:
-    """What a contiguous DTensor is."""
-    key = id(mesh), placements, shape, dtype
+def _kind(mesh: Any, placements: tuple[Placement, ...], shape: torch.Size, local: Tensor) -> _Kind:
+    """The kind of a DTensor of which a rank has something like `local`."""
+    key = id(mesh), placements, shape, local.dtype
     found = _known.get(key)
     if found is None or found.mesh is not mesh:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        meta = TensorMeta(shape, contiguous(shape), dtype)
-        found = _known[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+        first = DTensor.from_local(
+            local.detach().new_empty(0), mesh, placements, run_check=False, shape=shape,
+            stride=contiguous(shape),
+        )  # fmt: skip
+        found = _known[key] = _Kind(mesh, placements, shape, like(first))
     return found
-
-
-def _made(local: Tensor, spec: Any) -> DTensor:
-    """A DTensor without history."""
-    made: DTensor = DTensor(local, spec, requires_grad=False)
-    return made
 
 
 # ------------------------------------------------------------------------------------- to this rank
 class _Local(torch.autograd.Function):
-    """What a rank has; its gradient, if that is contiguous, is one of the DTensor as `spec` says.
-    With a group, it is summed over the ranks first."""
+    """What a rank has; its gradient, if that is contiguous, is a DTensor of a kind. With a group,
+    it is summed over the ranks first."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Any, group: Any) -> Tensor:
-        ctx.spec, ctx.group = spec, group
+    def forward(ctx: Any, x: DTensor, kind: _Kind, group: Any) -> Tensor:
+        ctx.kind, ctx.group = kind, group
         ctx.set_materialize_grads(False)
-        local = local_part(x)
+        local = shard_of(x)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None, None]:
         if grad is None:
             return None, None, None
-        spec, group = ctx.spec, ctx.group
+        kind, group = ctx.kind, ctx.group
         if group is not None and plain(grad) and not torch.is_grad_enabled():
             own = grad.clone(memory_format=torch.contiguous_format)  # somebody else may have grad
-            return _made(summed_here(own, group), spec), None, None
+            return kind.made(summed_here(own, group)), None, None
         if group is not None:
-            partial = [_SUM] * spec.mesh.ndim
-            made = DTensor.from_local(grad, spec.mesh, partial, run_check=False)
-            return made.redistribute(placements=spec.placements), None, None
-        return _gradient(grad, spec), None, None
+            partial = [_SUM] * kind.mesh.ndim
+            made = DTensor.from_local(grad, kind.mesh, partial, run_check=False)
+            return made.redistribute(placements=kind.placements), None, None
+        return _gradient(grad, kind), None, None
 
 
-def _gradient(grad: Tensor, spec: Any) -> DTensor:
+def _gradient(grad: Tensor, kind: _Kind) -> DTensor:
     """The DTensor of which a rank has this gradient."""
     if type(grad) is Tensor and grad.is_contiguous() and not torch.is_grad_enabled():
-        return _made(grad, spec)
+        return kind.made(grad)
     strides: dict[str, Any] = {}
     if grad.is_contiguous():
-        strides = {"shape": spec.shape, "stride": spec.stride}
-    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **strides)
+        strides = {"shape": kind.shape, "stride": contiguous(kind.shape)}
+    return DTensor.from_local(grad, kind.mesh, kind.placements, run_check=False, **strides)
 
 
 class Here(NamedTuple):
@@ -110,35 +114,37 @@ class Here(NamedTuple):
 
     parameter: DTensor
     local: Tensor
-    spec: Any
+    kind: _Kind
 
     def whole(self, grad: Tensor | None) -> DTensor | None:
         """The gradient of the DTensor."""
-        return None if grad is None else _gradient(grad, self.spec)
+        return None if grad is None else _gradient(grad, self.kind)
 
 
 def lends(module: Any) -> bool:
     """Whether a module takes its weight so, now."""
-    usual = torch.is_grad_enabled() and not (is_tracing() or _modes() or transforms.active())
+    usual = torch.is_grad_enabled() and not (
+        is_tracing() or dispatch_modes() or transforms.active()
+    )
     return usual and type(module) is Linear
 
 
 def here_of(parameter: DTensor, grads: Sequence[Placement]) -> Here | None:
     """What a rank has of a parameter that trains; None of one that is read through torch alone."""
-    local = local_part(parameter)
+    local = shard_of(parameter)
     if type(local) is not Tensor or not parameter.requires_grad:
         return None
-    spec = _described(parameter.device_mesh, tuple(grads), parameter.shape, parameter.dtype)
-    return Here(parameter, local, spec)
+    kind = _kind(parameter.device_mesh, tuple(grads), parameter.shape, local)
+    return Here(parameter, local, kind)
 
 
 def local_of(x: DTensor, grads: Sequence[Placement], summed: bool = False) -> Tensor:
     """x.to_local(grad_placements=grads). summed: of an x whose gradient every rank gets the sum of
     (`sums_gradient`)."""
-    if is_tracing() or _modes() or not torch.is_grad_enabled():
+    if is_tracing() or dispatch_modes() or not torch.is_grad_enabled():
         return x.to_local(grad_placements=grads)
     wanted, group = (x.placements, x.device_mesh.get_group(0)) if summed else (tuple(grads), None)
-    local: Tensor = _Local.apply(x, _described(x.device_mesh, wanted, x.shape, x.dtype), group)
+    local: Tensor = _Local.apply(x, _kind(x.device_mesh, wanted, x.shape, shard_of(x)), group)
     return local
 
 
@@ -148,12 +154,19 @@ def sums_gradient(x: DTensor, grads: Sequence[Placement]) -> bool:
     node: Any = x.grad_fn
     if node is None or x.device_mesh.ndim != 1 or not torch.is_grad_enabled():
         return False
-    if type(node).__name__ != "_FromTorchTensorBackward" or not plain(local_part(x)):
+    if not isinstance(node, _node_of_from_local(x.device_mesh)) or not plain(shard_of(x)):
         return False
     before = getattr(node, "forward_input_placements", getattr(node, "previous_placement", None))
     if before is None or getattr(node, "grad_placements", None) is not None:
         return False
     return tuple(before) == x.placements == _WHOLE and grads[0] == _SUM
+
+
+@cache
+def _node_of_from_local(mesh: Any) -> type:
+    """The class of the nodes that DTensor.from_local makes."""
+    probe = torch.empty(0, device=mesh.device_type, requires_grad=True)
+    return type(DTensor.from_local(probe, mesh, _WHOLE, run_check=False).grad_fn)
 
 
 def placed(x: DTensor, mesh: Any, placements: list[Placement]) -> DTensor:
@@ -168,9 +181,11 @@ def local_of_input(x: DTensor, grads: Sequence[Placement]) -> Tensor:
     one DTensor quantize it once (autograd/input_cache.py), and their gradients add up on the rank
     before DTensor moves the sum. It is kept by x, and is a view of what x holds.
     """
-    inner = local_part(x)
+    if is_tracing():
+        return x.to_local(grad_placements=grads)
+    inner = shard_of(x)
     # NOTE: in-place operations change the version of a DTensor, not that of what it holds.
-    if is_tracing() or x.is_inference() or inner.is_inference():
+    if x.is_inference() or inner.is_inference():
         return x.to_local(grad_placements=grads)
     if x.requires_grad and x.is_leaf:  # whose gradient's place holds it: it would keep itself alive
         return x.to_local(grad_placements=grads)
@@ -187,20 +202,19 @@ def local_of_input(x: DTensor, grads: Sequence[Placement]) -> Tensor:
 
 # ------------------------------------------------------------------------------------ to all ranks
 class _Spread(torch.autograd.Function):
-    """The DTensor of which a rank has y, described by spec; its gradient is wanted like it."""
+    """The DTensor of a kind of which a rank has y; its gradient is wanted like it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, spec: Any) -> DTensor:
-        ctx.spec = spec
+    def forward(ctx: Any, y: Tensor, kind: _Kind) -> DTensor:
+        ctx.kind = kind
         ctx.set_materialize_grads(False)
-        made: DTensor = DTensor(y.view_as(y), spec, requires_grad=y.requires_grad)
-        return made
+        return kind.made(y.view_as(y))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        wanted = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
+        wanted = [Replicate() if p.is_partial() else p for p in ctx.kind.placements]
         if grad.placements != tuple(wanted):
             grad = grad.redistribute(placements=wanted)
         return grad.to_local(), None
@@ -211,10 +225,10 @@ def spread(y: Tensor, mesh: Any, placements: Sequence[Placement], shape: torch.S
     if not plain(y):
         strides = contiguous(shape)
         return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=strides)
-    spec = _described(mesh, tuple(placements), shape, y.dtype)
+    kind = _kind(mesh, tuple(placements), shape, y)
     if not (torch.is_grad_enabled() and y.requires_grad):
-        return _made(y.detach(), spec)
-    made: DTensor = _Spread.apply(y, spec)
+        return kind.made(y.detach())
+    made: DTensor = _Spread.apply(y, kind)
     return made
 
 
@@ -236,19 +250,19 @@ def answers_with(out: DTensor, y: Tensor) -> DTensor:
     saves a node there and back."""
     whole, version, ndim = out.placements, out._version, out.ndim
     as_it_was = torch.is_grad_enabled()
-    here: Any = weakref.ref(out)  # or out would keep itself alive
+    own: Any = weakref.ref(out)  # or out would keep itself alive
 
     def to_local(*, grad_placements: Any = None) -> Tensor:
-        same = here()._version == version and as_it_was == torch.is_grad_enabled()
+        same = own()._version == version and as_it_was == torch.is_grad_enabled()
         if grad_placements is None and same:
             return y
-        return DTensor.to_local(here(), grad_placements=grad_placements)
+        return DTensor.to_local(own(), grad_placements=grad_placements)
 
     def redistribute(device_mesh: Any = None, placements: Any = None, **given: Any) -> DTensor:
         plainly = device_mesh is None and not given.keys() - {"async_op"}
         if plainly and tuple([_from_front(place, ndim) for place in placements or ()]) == whole:
-            return here()
-        return DTensor.redistribute(here(), device_mesh, placements, **given)
+            return own()
+        return DTensor.redistribute(own(), device_mesh, placements, **given)
 
     out.to_local, out.redistribute = to_local, redistribute  # type: ignore[method-assign]
     return out

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -18,7 +19,6 @@ from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.tensor_parallel import BOTH, COLUMN, EXPERTS, NORM, ROW, SIZES, biases_of_sum, cut_of
 from te_mx.recipes.settings import Settings
-from te_mx.torch_internals import description
 
 WHOLE = "whole"  # beside the modes: every rank has all of it
 
@@ -35,25 +35,28 @@ class Way(NamedTuple):
 
 class Plan(NamedTuple):
     """How a module runs: on a mesh, in a way; where the gradient of each parameter lies; and which
-    of them are biases that another rank adds. It holds for these parameters, by their
-    descriptions, these settings and an input that is placed so, None for a plain tensor.
+    of them are biases that another rank adds. It holds for parameters that lie as these
+    do, these settings and an input that is placed so, None for a plain tensor.
     """
 
     mesh: Any
     way: Way
     grads: dict[str, tuple[Placement, ...]]
     elsewhere: frozenset[str]
-    specs: tuple[Any, ...]
+    held: tuple[tuple[Any, tuple[Placement, ...], torch.Size], ...]
     settings: Settings | None
     x: tuple[Placement, ...] | None
     x_ndim: int
 
     def serves(self, held: dict[str, Any], settings: Settings | None, x: Any) -> bool:
         """Whether it holds for a call."""
-        if settings is not self.settings or len(held) != len(self.specs):
+        if settings is not self.settings or len(held) != len(self.held):
             return False
-        for parameter, spec in zip(held.values(), self.specs, strict=True):
-            if description(parameter) is not spec:
+        for parameter, (mesh, placements, shape) in zip(held.values(), self.held, strict=True):
+            # A mesh counts by its identity: one of a group that is gone equals its successor.
+            if not isinstance(parameter, DTensor) or parameter.device_mesh is not mesh:
+                return False
+            if parameter.placements != placements or parameter.shape != shape:
                 return False
         if x.ndim != self.x_ndim:
             return False
@@ -109,7 +112,7 @@ def planned(
     grads = {name: tuple(_gradients_of(name, way, p.placements)) for name, p in held.items()}
     return Plan(
         mesh, way, grads, frozenset(() if adds else biases_of_sum(held, way.kinds)),
-        () if is_tracing() else tuple([description(p) for p in held.values()]), settings,
+        tuple([(p.device_mesh, p.placements, p.shape) for p in held.values()]), settings,
         inp.placements if isinstance(inp, DTensor) else None, inp.ndim,
     )  # fmt: skip
 

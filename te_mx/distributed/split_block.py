@@ -30,7 +30,7 @@ from te_mx.fusion.fused_mlp import (
 from te_mx.nn.guards import FUSED, why_not_given
 from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.recipes.settings import Settings
-from te_mx.torch_internals import local_part
+from te_mx.weights.ranks import shard_of
 
 
 class _Found(NamedTuple):
@@ -55,7 +55,7 @@ def run_block(block: Any, x: Any) -> tuple[Any, str]:
     spread = [{k: p for k, p in one._parameters.items() if p is not None} for one in layers]
     if not all(isinstance(p, DTensor) for held in spread for p in held.values()):
         return None, "some of its parameters are DTensors, others are not"
-    if reason := why_not_given(local_part(x) if isinstance(x, DTensor) else x):
+    if reason := why_not_given(shard_of(x) if isinstance(x, DTensor) else x):
         return None, reason
     hooks = [hook for one in layers for hook in hooks_of(one)]
     for hook in layers[0]._forward_pre_hooks.values():
@@ -75,10 +75,10 @@ def run_block(block: Any, x: Any) -> tuple[Any, str]:
     own = [one._source.owned for one in local if one._source.owned]
     owned = {k: v for one in own for k, v in one.items()} or None
     local[0].__dict__["_source"] = local[0]._source.shared_by(local[0]._source.lent, owned)
-    here = local_of_input(x, first[0].way.x_grad)
-    if reason := why_not_these(here, local):
+    mine = local_of_input(x, first[0].way.x_grad)
+    if reason := why_not_these(mine, local):
         return None, reason
-    y = run_as_step(act, local, here, settings)
+    y = run_as_step(act, local, mine, settings)
     total = behind_hook(layers[-1], y, mesh, last.way.y)
     if total is not None:
         return total, FUSED

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from te_mx.distributed.collectives import OnOne
-from te_mx.distributed.fsdp import Sharded, params_of
+from te_mx.distributed.fsdp import Sharded, gathered_parameter, params_of
 from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.distributed.nodes import (
@@ -47,7 +47,6 @@ from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.tensor_parallel import EXPERTS
-from te_mx.torch_internals import gathered_parameter
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
@@ -180,7 +179,7 @@ def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
     owner = Placed(parameter, grads)
     for param in params_of(module).values():
         if gathered_parameter(param) is parameter:
-            return Sharded(param, before=owner)
+            return Sharded(module, param, before=owner)
     return owner
 
 

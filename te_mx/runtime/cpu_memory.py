@@ -6,8 +6,8 @@ a weight costs. So large results lie in blocks that are kept:
 
 - A block is a storage of torch with exactly the bytes of its tensor, so that a result behaves as
   any tensor: it can be resized, shared and saved. (A storage around foreign memory cannot.) The
-  pool holds one reference; a block is idle while there is no other, and only then its memory serves
-  another tensor, in a storage of its own.
+  pool holds one reference; a block is idle while there is no other, also no weak one, and only then
+  it serves another tensor.
 - Idle and used blocks together take at most a half more than was used at one time. What is kept is
   what the process needed before; te_mx.workspace.reset() gives it back.
 - Small results, and those of every other device, come from torch's allocator.
@@ -19,22 +19,20 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
+import sysconfig
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import to_dlpack
 
-from te_mx.torch_internals import (
-    counts_references,
-    moved_storage,
-    references,
-    storage_id,
-    storage_uses,
-)
+from te_mx.torch_internals import storage_uses
 
 CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
 _HUGE = 2 << 20  # bytes of a huge page, on x86
@@ -45,18 +43,21 @@ _MOST_KEPT = 1.5  # times what was used at one time
 class Block:
     """A storage with the bytes and the address that it was made with."""
 
-    __slots__ = ("address", "nbytes", "storage")
+    __slots__ = ("address", "nbytes", "storage", "where")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.nbytes = storage.nbytes()
         self.address = storage.data_ptr()
+        self.where = StorageWeakRef(storage).cdata  # of the storage itself
 
     def is_idle(self) -> bool:
         """Whether nobody else refers to the storage, no tensor and no variable of Python."""
         storage = self.storage
         # Python's references: the slot, the variable, the argument.
-        return storage_uses(storage_id(storage)) == 1 and references(storage) == 3
+        alone = storage_uses(self.where) == 1 and sys.getrefcount(storage) == 3
+        # Who looks whether a tensor is still the one it was (weights/changes.py).
+        return alone and not weakref.getweakrefcount(storage)
 
     def is_whole(self) -> bool:
         """Whether its memory is still there: a storage can be resized, and move elsewhere."""
@@ -67,11 +68,6 @@ class Block:
         # set_ and not a view, because views returned by autograd functions cannot change in place.
         made = torch.empty(0, dtype=dtype, device="cpu")
         return made.set_(self.storage, 0, shape)  # type: ignore[call-overload]
-
-    def moved(self) -> Block:
-        """The same memory in a storage that nobody has seen, where torch can do that (2.12)."""
-        storage = moved_storage(self.storage)
-        return self if storage is self.storage else Block(storage)
 
 
 class Pool:
@@ -104,7 +100,7 @@ class Pool:
                 block = _fresh(nbytes)
             else:
                 self._drop(found, idle)
-                block = found.moved()
+                block = found
             storage = block.storage
             self._blocks.append(block)
             self.used_bytes += nbytes
@@ -148,7 +144,7 @@ class Pool:
 def idle_is_known() -> bool:
     """Whether this torch and this Python count references as `Block.is_idle` reads them. Without
     that nothing is used again."""
-    if not counts_references:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # references are counted in another way
         return False
     block = Block(torch.UntypedStorage(64, device="cpu"))
     referring: tuple[Callable[[], object], ...] = (
@@ -157,6 +153,7 @@ def idle_is_known() -> bool:
         lambda: block.tensor((64,), torch.uint8)[1:],
         lambda: to_dlpack(block.tensor((64,), torch.uint8)),  # as numpy and others hold one
         lambda: block.tensor((64,), torch.uint8).untyped_storage(),
+        lambda: weakref.ref(block.tensor((64,), torch.uint8).untyped_storage()),
     )
     known = block.is_idle()
     for refer in referring:

@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from te_mx.torch_internals import held_by, local_part, storage_id
+from te_mx.weights.ranks import shard_of
 
 # Parameters are pickled with their number, which must not be one of another process.
 _ids = itertools.count(1 + int.from_bytes(os.urandom(7), "big"))
@@ -36,14 +35,11 @@ class Sources:
     anew for the next one.
     """
 
-    __slots__ = ("_names", "_states", "_storages")
+    __slots__ = ("_names", "_states")
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._names = {name: id_of(tensor) for name, tensor in tensors.items()}
         self._states: list[tuple[Any, ...]] = []
-        # Weak, so that they hold no memory; as long as they exist, no other storage takes the
-        # place of one that is gone.
-        self._storages: list[StorageWeakRef] = []
 
     def are(self, tensors: Mapping[str, Tensor | None]) -> bool:
         """Whether these are the same tensors."""
@@ -54,7 +50,7 @@ class Sources:
 
     def gone(self) -> bool:
         """Whether the memory of one was given back."""
-        return any(storage.expired() for storage in self._storages)
+        return any(state[4]() is None for state in self._states)
 
     def unchanged(self, tensors: Mapping[str, Tensor | None]) -> bool:
         """Whether these are the same tensors in the state of the last `follow`. Half a microsecond
@@ -66,16 +62,16 @@ class Sources:
             if tensor is None or getattr(tensor, "_te_mx_id", 0) != number:
                 return False
             # In-place operations on a DTensor raise its version, not that of its shard.
-            held = tensor if shard is None else local_part(tensor)
+            has = tensor if shard is None else shard_of(tensor)
             if (
                 tensor._version != version
-                or held.data_ptr() != address
-                or storage_id(held.untyped_storage()) != storage
+                or has.data_ptr() != address
+                or has.untyped_storage() is not storage()
                 or tensor.requires_grad
-                or held.shape != shape
-                or held.stride() != stride
+                or has.shape != shape
+                or has.stride() != stride
                 or tensor.dtype != dtype
-                or (shard is not None and held._version != shard)
+                or (shard is not None and has._version != shard)
             ):
                 return False
         return True
@@ -86,15 +82,16 @@ class Sources:
         self._states = []
         if any(tensor.requires_grad for tensor in tensors.values()):
             return False
-        held: list[Any] = [held_by(tensor) for tensor in tensors.values()]
+        own: list[Any] = [shard_of(tensor) for tensor in tensors.values()]
         try:
-            self._storages = [StorageWeakRef(t.untyped_storage()) for t in held]
             self._states = [
                 (
-                    name, self._names[name], t._version, h.data_ptr(), storage.cdata, h.shape,
-                    h.stride(), t.dtype, None if h is t else h._version,
+                    # A weak reference holds no memory, and no other storage is taken for it.
+                    name, self._names[name], t._version, h.data_ptr(),
+                    weakref.ref(h.untyped_storage()), h.shape, h.stride(), t.dtype,
+                    None if h is t else h._version,
                 )
-                for (name, t), h, storage in zip(tensors.items(), held, self._storages, strict=True)
+                for (name, t), h in zip(tensors.items(), own, strict=True)
             ]  # fmt: skip
         except RuntimeError:  # tensors of inference_mode count no changes; some have no memory
             return False

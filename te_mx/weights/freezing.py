@@ -15,7 +15,6 @@ from te_mx._ops import FLOAT_DTYPES, Operand, Stack, held_as, plain, quantize_2d
 from te_mx.autograd.linear_recipe import at_rest, kept_weight
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Mixed, Settings
-from te_mx.torch_internals import is_managed
 from te_mx.weights import formats as frozen_formats
 from te_mx.weights.changes import id_of, register
 from te_mx.weights.formats import Fixed
@@ -135,8 +134,7 @@ class Freezable(Sourced):
             self._drop_masters(frozen, made)
         elif not frozen.dropped:
             made = {}
-            lent = is_managed(self)
-            for key in () if lent else self._weight_keys:
+            for key in () if self._is_exchanged() else self._weight_keys:  # type: ignore[attr-defined]
                 copy = frozen.current(self, key)[0] if key in frozen.sources else None
                 made[key] = copy or self._make_kept(key, frozen.settings, False)
             self._mark_frozen(frozen)

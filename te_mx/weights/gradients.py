@@ -34,7 +34,7 @@ from te_mx.autograd.grad_target import (
 )
 from te_mx.context.region import first_run
 from te_mx.runtime.arguments import shown
-from te_mx.torch_internals import is_managed, running_ddp, wrapped
+from te_mx.torch_internals import running_ddp, wrapped
 from te_mx.weights.ranks import above
 
 
@@ -42,33 +42,10 @@ def owners_of(
     module: Any, parameters: Sequence[Tensor], owned: Mapping[int, Owner] | None
 ) -> Sequence[Owner]:
     """Whom the gradients of weights belong to that belong to several ranks; none where they belong
-    to this one.
-
-    Raises:
-        NotImplementedError: FullyShardedDataParallel runs the module and would lose them.
-    """
+    to this one."""
     if owned is not None:
         return [owned[id(parameter)] for parameter in parameters]
-    managed = is_managed(module)
-    if not managed and not wrapped:  # torch's replicate marks no module
-        return ()
-    owners = above.distributed.owners(module, parameters)
-    if owners or not managed:
-        return owners
-    label = module._label()
-    if module.delay_wgrad_compute:
-        raise NotImplementedError(
-            f"{label}: delay_wgrad_compute=True does not work under FullyShardedDataParallel, "
-            "which reduces gradients when backward ends and frees what they belong to: those that "
-            "backward_dw computes later would be lost, and the weight never move; use fully_shard, "
-            "or build the layer with delay_wgrad_compute=False"
-        )
-    raise NotImplementedError(
-        f"{label}: fuse_wgrad_accumulation=True does not work under FullyShardedDataParallel, "
-        "which makes the weight of every forward from its shards: it has no main_grad, and its "
-        "optimizer would not see one; use fully_shard, or build the layer with "
-        "fuse_wgrad_accumulation=False"
-    )
+    return above.distributed.owners(module, parameters) if wrapped else ()
 
 
 def grad_target(
@@ -89,11 +66,13 @@ def grad_target(
     if queue is None and layer.delay_wgrad_compute:
         queue = layer._wgrad_queue()
     owners = owners_of(layer, parameters, owned)
-    if layer.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
+    delay = layer.delay_wgrad_compute
+    if not all(p.is_leaf or (hasattr(p, "main_grad") and not delay) for p in parameters):
+        which = "delay_wgrad_compute" if delay else "fuse_wgrad_accumulation"
         raise RuntimeError(
-            f"{layer._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
-            "something computes one (a parametrization, functional_call); build the module "
-            "without delay_wgrad_compute"
+            f"{layer._label()}: {which}=True needs weights that are parameters, but something "
+            "computes one: a parametrization, functional_call, or FullyShardedDataParallel, in "
+            f"place of which use fully_shard; build the module without {which}"
         )
     starts: Sequence[Start | None] = ()
     if fuse and first is True:

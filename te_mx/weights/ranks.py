@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_mx.autograd.sequence_parallel import Tokens
-from te_mx.torch_internals import is_managed
+from te_mx.torch_internals import wrapped
 
 
 class _Above:
@@ -21,6 +21,7 @@ class _Above:
     run_block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
     None and why its layers run one by one.
     codes_of(module, settings): the source (weights/source.py) of weights gathered as codes.
+    params_of(module): what fully_shard knows of the parameters of a module, by name.
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
     join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
@@ -53,6 +54,14 @@ def here(tensor: Any) -> Any:
         return tensor.to_local()
 
 
+def shard_of(tensor: Any) -> Any:
+    """The tensor that has the memory: of a DTensor what this rank has, itself and not a view."""
+    if type(tensor).__name__ != "DTensor":
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # torch's protocol of tensors around others
+    return getattr(tensor, names[0])
+
+
 class SeveralRanks:
     """Mixin of the modules, beside an nn.Module."""
 
@@ -77,9 +86,13 @@ class SeveralRanks:
     def _run_spread(self, inp: Any, *args: Any) -> Any:
         return above.distributed.run(self, inp, *args)
 
+    def _is_exchanged(self) -> bool:
+        """Whether fully_shard puts other parameters into the module for a forward."""
+        return bool(wrapped) and bool(above.distributed.params_of(self))
+
     def _holds_lent(self) -> bool:
-        """Whether fully_shard has put other parameters into the module for now."""
-        if not is_managed(self):
+        """Whether it has put them there for now."""
+        if not self._is_exchanged():
             return False
         held = [p for p in self._parameters.values() if p is not None]  # type: ignore[attr-defined]
         return not all(type(p).__name__ == "DTensor" for p in held)

@@ -29,11 +29,11 @@ GIVEN = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Repl
 @contextlib.contextmanager
 def as_torch():
     """With torch's nodes."""
-    plain, nodes._modes = nodes._modes, lambda: 1
+    plain, nodes.dispatch_modes = nodes.dispatch_modes, lambda: 1
     try:
         yield
     finally:
-        nodes._modes = plain
+        nodes.dispatch_modes = plain
 
 
 class Mixed(nn.Module):
@@ -206,10 +206,8 @@ def case_second_derivatives():
 def case_a_mesh_of_other_ranks():
     """What is known of a mesh is not taken for another one's that equals it."""
     one, other = mesh(), mesh()
-    made = [
-        nodes._described(m, (Replicate(),), torch.Size((2, 3)), torch.float32) for m in (one, other)
-    ]
-    assert made[0].mesh is one and made[1].mesh is other
     y = torch.ones(2, 3, device=DEVICE, requires_grad=True)
+    made = [nodes._kind(m, (Replicate(),), torch.Size((2, 3)), y) for m in (one, other)]
+    assert made[0].mesh is one and made[1].mesh is other
     found = nodes.spread(y * 2, other, [Shard(0)], torch.Size((4, 3)))
     assert found.device_mesh is other and found.full_tensor().shape == (4, 3)

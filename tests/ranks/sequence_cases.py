@@ -25,17 +25,21 @@ SHARING = [(family, kind, given) for family, kind, given in KINDS if kind != "ro
 @contextmanager
 def counted():
     """Bytes that this rank sends when it gathers."""
-    sent, gather = [], collectives.all_gather_tensor
+    sent, gather, into = [], collectives.all_gather_tensor, dist.all_gather_into_tensor
 
-    def counting(t, *args, **kwargs):
+    def counting(t, *args, **kwargs):  # DTensor's
         sent.append(t.nbytes)
         return gather(t, *args, **kwargs)
 
-    collectives.all_gather_tensor = counting
+    def counting_into(made, t, **kwargs):  # those of te_mx
+        sent.append(t.nbytes)
+        return into(made, t, **kwargs)
+
+    collectives.all_gather_tensor, dist.all_gather_into_tensor = counting, counting_into
     try:
         yield sent
     finally:
-        collectives.all_gather_tensor = gather
+        collectives.all_gather_tensor, dist.all_gather_into_tensor = gather, into
 
 
 def passed(layer, x, grad, *args, recipe=None, **given):
