@@ -102,7 +102,7 @@ class FewRows:
 class Frozen(FrozenKernel):
     """Inputs in MXFP8, weights in MXFP8 or MXFP4, as they lie."""
 
-    name = "cpu_frozen"
+    name, planner = "cpu_frozen", FewRows
     multiplies = False
 
     def accepts(self, problem: Problem) -> str | None:
@@ -122,9 +122,6 @@ class Frozen(FrozenKernel):
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The weight itself."""
         return row.checked("the weight") if row.layout is ROWS else None
-
-    def make_plan(self, problem: Problem) -> FewRows:
-        return FewRows(problem)
 
 
 def _aligned(nbytes: int) -> int:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import matrix, pointer
+from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not
+from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not, why_not_empty
 from te_mx.backends.cpu.quantize import empty_operand
 from te_mx.backends.native import BLOCKWISE, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormStep, Target
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
@@ -69,11 +68,7 @@ class _Fused(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_empty(problem) or why_not_dtype(problem)
 
 
 class Norms(_Ends):
@@ -108,10 +103,7 @@ class Norms(_Ends):
 
 
 class CpuNorm(_Fused):
-    op = "norm_quantize"
-
-    def make_plan(self, problem: Problem) -> Norms:
-        return Norms(problem)
+    op, planner = "norm_quantize", Norms
 
 
 class CpuNormBackward(_Fused):
@@ -175,10 +167,7 @@ class Activations(_Ends):
 
 
 class CpuAct(_Fused):
-    op = "act_quantize"
-
-    def make_plan(self, problem: Problem) -> Activations:
-        return Activations(problem)
+    op, planner = "act_quantize", Activations
 
 
 for _kernel in (CpuNorm, CpuNormBackward, CpuAct):

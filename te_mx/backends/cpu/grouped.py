@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
-from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.quantize import empty_operand
 from te_mx.backends.native import (
@@ -214,8 +214,7 @@ def names_of(ran: int) -> str:
 # ------------------------------------------------------------------------------------------ kernels
 def _why_not(problem: Problem, random: bool = False) -> str | None:
     reason = why_not(problem, "grouped_cols", blockwise=True, random=random)
-    if reason is None and problem.empty:
-        reason = "takes matrices that are not empty"
+    reason = reason or why_not_empty(problem)
     if reason is None and problem.ends == "device":
         reason = "needs ends of groups on the CPU"
     return reason

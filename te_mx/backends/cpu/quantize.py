@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import UPRIGHT, pointer
+from te_mx.backends.base import UPRIGHT, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.native import fields_of, fields_to, words_of
-from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel, Plan
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -114,11 +114,7 @@ class CpuQuantize(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True, columnwise=True, random=True)
         reason = reason or takes(problem.lhs, problem.rhs)
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_empty(problem) or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Plan:
         row, col = problem.lhs, problem.rhs
@@ -139,21 +135,14 @@ class CpuDequantize(Kernel):
     op, name = "dequantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True, columnwise=True)
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:  # fp64 is for tests: torch does it
-            reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        reason = why_not(problem, blockwise=True, columnwise=True) or why_not_empty(problem)
+        return reason or why_not_dtype(problem, "gives")  # fp64 is for tests: torch does it
 
     def run(
         self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor | None:
-        codes, scales, (rows, k) = (
-            operand.codes.contiguous(),
-            operand.scales.contiguous(),
-            operand[3:5],
-        )
+        codes, scales = operand.codes.contiguous(), operand.scales.contiguous()
+        rows, k = operand.rows, operand.k
         k_first = operand.layout.k_first
         out = into
         if out is None or k_first:

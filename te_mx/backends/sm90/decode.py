@@ -98,7 +98,7 @@ class Decode(FrozenKernel):
     """Weights of 8 or 4 bits as they lie for the GEMM, or plain; inputs quantized to FP8 with
     scales of the same kind, or of 16 bits as they are."""
 
-    name = DECODE
+    name, planner = DECODE, Decoded
     gates = GATED
 
     def accepts(self, problem: Problem) -> str | None:
@@ -133,9 +133,6 @@ class Decode(FrozenKernel):
             return None
         codes = apart(row.codes, (row.codes.shape[-1] + 15) & -16)
         return row._replace(codes=codes, scales=row.scales.contiguous())
-
-    def make_plan(self, problem: Problem) -> Decoded:
-        return Decoded(problem)
 
 
 def _fits(row: Operand) -> bool:

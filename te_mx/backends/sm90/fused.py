@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import matrix, pointer
+from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.native import FP4, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding
@@ -19,7 +19,6 @@ from te_mx.backends.sm90.binding import rows_of
 from te_mx.backends.sm90.blockwise import makes_both
 from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import (
     ACT_IDS,
     ActParts,
@@ -73,10 +72,7 @@ class _Fused(Kernel):
     name = "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return why_not(problem._replace(lhs="", rhs="", rule="rceil")) or why_not_dtype(problem)
 
 
 class Norms(_Ends):
@@ -124,10 +120,7 @@ class Norms(_Ends):
 
 
 class HopperNorm(_Fused):
-    op = "norm_quantize"
-
-    def make_plan(self, problem: Problem) -> Norms:
-        return Norms(problem)
+    op, planner = "norm_quantize", Norms
 
 
 class NormGradients:
@@ -174,10 +167,7 @@ class NormGradients:
 
 
 class HopperNormBackward(_Fused):
-    op = "norm_backward"
-
-    def make_plan(self, problem: Problem) -> NormGradients:
-        return NormGradients(problem)
+    op, planner = "norm_backward", NormGradients
 
 
 class Activations(_Ends):
@@ -193,12 +183,8 @@ class Activations(_Ends):
         computed, specs = dtype, self.specs(dtype)
         if h.dtype != dtype or (grad is not None and grad.dtype != dtype):
             # The value in fp32, rounded, quantized.
-            h, grad, computed, specs = (
-                h.to(_F32),
-                None if grad is None else grad.to(_F32),
-                _F32,
-                None,
-            )
+            h, grad = h.to(_F32), None if grad is None else grad.to(_F32)
+            computed, specs = _F32, None
         h = rows_of(h)
         (rows, width), device = h.shape, h.device
         cols = width // 2 if act.gated and grad is None else width
@@ -227,10 +213,7 @@ class Activations(_Ends):
 
 
 class HopperAct(_Fused):
-    op = "act_quantize"
-
-    def make_plan(self, problem: Problem) -> Activations:
-        return Activations(problem)
+    op, planner = "act_quantize", Activations
 
 
 class HopperNormRows(Kernel):
@@ -242,9 +225,7 @@ class HopperNormRows(Kernel):
         reason = why_not(problem)
         if reason is None and problem.m > FROZEN_ROWS:
             reason = f"takes at most {FROZEN_ROWS} rows"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_dtype(problem)
 
     def run(self, step: NormRows) -> Tensor | None:
         x, weight, bias, norm, zero_centered, dtype = step

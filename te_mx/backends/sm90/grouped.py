@@ -20,7 +20,14 @@ from te_mx.backends.native import (
     words_of,
 )
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import as_multiplied, why_not, why_not_second, why_not_weights
+from te_mx.backends.sm90.envelope import (
+    as_multiplied,
+    not_adaptive,
+    why_not,
+    why_not_each,
+    why_not_second,
+    why_not_weights,
+)
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.backends.sm90.quantize import sums_too, why_not_randomly
@@ -309,9 +316,7 @@ class HopperColumnsOfWeights(Kernel):
     op, name = "columns_of_weights", "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(rhs=""), "rows") or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), "sm90"
-        )
+        reason = why_not_each(problem, ("rows",), ("sm90",))
         if reason is None and words_of(problem.lhs)[0] != words_of(problem.rhs)[0]:
             reason = "keeps the format"
         return reason or why_not_second(problem.rhs)
@@ -333,9 +338,7 @@ class HopperGemmRows(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         problem = as_multiplied(problem)
-        reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
-        )
+        reason = why_not_each(problem, ("sm90_rows",), ("sm90", "rows", "cols"))
         return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
@@ -353,12 +356,6 @@ class HopperGemmRows(Kernel):
             rhs = pack_weights(rhs, offs, capacity, rows, p.mode.spread)
         gemm_rows(p, rhs)
         return self.name
-
-
-def not_adaptive(problem: Problem) -> str | None:
-    if problem.precision == "adaptive":
-        return None
-    return f"is for precision 'adaptive', this asks for {problem.precision!r}"
 
 
 class HopperGemmK(Kernel):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import LAYOUTS, pointer
+from te_mx.backends.base import LAYOUTS, pointer, why_not_dtype
 from te_mx.backends.native import FP4, fields_of, fields_to, one_read, record_of, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import MX, why_not
-from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.backends.sm90.envelope import MX, why_not, why_not_each
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -102,11 +102,7 @@ class HopperQuantize(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", "sm90")
-        if reason is None:
-            reason = one_read(problem.lhs, problem.rhs)
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or one_read(problem.lhs, problem.rhs) or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Quantizer:
         alone = problem.lhs and not problem.rhs and words_of(problem.lhs)[1] == "k_last"
@@ -135,13 +131,10 @@ class HopperRandomQuantize(Kernel):
     """With stochastic rounding to MXFP4, or after a Hadamard transform; both directions from one
     read of bfloat16 to MXFP4, each in a form of its own, whose rows are not transformed."""
 
-    op, name = "quantize", "sm90_random"
+    op, name, planner = "quantize", "sm90_random", RandomQuantizer
 
     def accepts(self, problem: Problem) -> str | None:
         return why_not_randomly(problem, HopperQuantize())
-
-    def make_plan(self, problem: Problem) -> Quantizer:
-        return RandomQuantizer(problem)
 
 
 def why_not_randomly(problem: Problem, plain: Kernel) -> str | None:
@@ -224,17 +217,12 @@ class Dequantizer:
 
 
 class HopperDequantize(Kernel):
-    op, name = "dequantize", "sm90"
+    op, name, planner = "dequantize", "sm90", Dequantizer
     formats = MX
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", formats=self.formats)
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
-
-    def make_plan(self, problem: Problem) -> Dequantizer:
-        return Dequantizer(problem)
+        return reason or why_not_dtype(problem, "gives")
 
 
 class HopperConvert(Kernel):
@@ -243,9 +231,7 @@ class HopperConvert(Kernel):
     op, name = "convert", "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem._replace(rhs=""), "rows", "cols") or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), "sm90"
-        )
+        return why_not_each(problem, ("rows", "cols"), ("sm90",))
 
     def run(self, operand: Operand, spec: str) -> Operand:
         native: Any = binding.native()
