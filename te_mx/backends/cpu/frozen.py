@@ -36,9 +36,8 @@ class FewRows:
         codes, scales = ROWS.shapes(spec_of(self.x_spec).format, p.m, p.k)
         self.scales = _aligned(codes[0] * codes[1])
         self.rest = self.scales + _aligned(scales[0] * scales[1])
-        native: Any = binding.native()
-        self.native = native
-        self.quantize = native.QuantizeArgs(
+        self.native = binding.native()
+        self.quantize = self.native.QuantizeArgs(
             x_rows=p.m, x_cols=p.k, x_dtype=FLOAT_DTYPES[p.dtype],
             **fields_to(self.x_spec, "", p.rule),
         )  # fmt: skip

@@ -37,8 +37,7 @@ class _Ends:
     else values that the quantizer reads."""
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.specs = native, (p.lhs, p.rhs)
+        self.native, self.specs = binding.native(), (p.lhs, p.rhs)
         lie = p.lhs.partition("@")[2] in ("", "rows") and p.rhs.partition("@")[2] in ("", "cols")
         self.known = lie and is_native(Target(p.lhs, p.rhs, p.rule), MX + BLOCKWISE, MX_RULES)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if self.known else {}
@@ -113,7 +112,7 @@ class CpuNormBackward(_Fused):
         self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        native: Any = binding.native()
+        native = binding.native()
         dz, x, weight = dz.contiguous(), _rows(x), weight.contiguous()
         mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
         rows, cols = x.shape

@@ -6,8 +6,6 @@ Experts of few rows run on the stream kernel of the level; a table may choose an
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from te_mx.backends.base import FLOAT_DTYPES, pointer, typed_address
@@ -29,7 +27,7 @@ _FEW = "few rows on "
 def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
     """Write the routed rows of p.out, whose lists the native code reads; the names of the kernels
     that ran. kernels: as of GroupedGemmCall."""
-    native: Any = binding.native()
+    native = binding.native()
     ids, experts, count, block_m, a_div, _ = p.routing
     bias = None if p.bias is None else p.bias.contiguous()
     weights = None if p.weights is None else p.weights.contiguous()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -71,9 +69,8 @@ class Quantizer:
     __slots__ = ("col", "native", "record", "row", "sizes")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.row, self.col, self.sizes = native, p.lhs, p.rhs, (p.m, p.n)
-        self.record = native.QuantizeArgs(
+        self.native, self.row, self.col, self.sizes = binding.native(), p.lhs, p.rhs, (p.m, p.n)
+        self.record = self.native.QuantizeArgs(
             x_rows=p.m, x_cols=p.n, x_dtype=DTYPES[p.dtype], **fields_to(p.lhs, p.rhs, p.rule)
         )
 
@@ -147,7 +144,7 @@ class CpuDequantize(Kernel):
         out = into
         if out is None or k_first:
             out = cpu_memory.empty((k, rows) if k_first else (rows, k), dtype)
-        native: Any = binding.native()
+        native = binding.native()
         args = native.DequantizeArgs(
             codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k, out=out.data_ptr(),
             out_dtype=DTYPES[dtype], threads=torch.get_num_threads(), **fields_of(operand.spec),

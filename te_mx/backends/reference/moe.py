@@ -6,22 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.backends.reference import Reference
 from te_mx.backends.reference.grouped import Names
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import known_to_host
-from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
-from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts.operand import Operand
 
 
-class MoeGemmReference(Kernel):
-    op, name, rank = "moe_gemm", "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
+class MoeGemmReference(Reference):
+    op = "moe_gemm"
 
     def run(self, p: RoutedGemm) -> str:
         expert, ran = p.routing.experts(len(p.out), p.rhs.groups), Names()

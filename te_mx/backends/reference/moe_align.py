@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.kernels import Kernel
+from te_mx.backends.reference import Reference
 from te_mx.dispatch.moe import Align, capacity
-from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 
 _I32 = torch.int32
 
 
-class MoeAlignReference(Kernel):
-    op, name, rank = "moe_align", "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
+class MoeAlignReference(Reference):
+    op = "moe_align"
 
     def run(self, p: Align) -> tuple[Tensor, Tensor, Tensor]:
         ids, block, experts = p.topk_ids, p.block_m, p.experts

@@ -51,7 +51,7 @@ class Sorted(NamedTuple):
 
 def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | None = None) -> Sorted:
     """Slots with ids of experts, `per_row` of which share a row of tokens."""
-    native: Any = binding.native()
+    native = binding.native()
     ids = ids.reshape(-1).contiguous()
     local = None if expert_map is None else expert_map.contiguous()
     made = Sorted(
@@ -123,7 +123,7 @@ class HopperExperts(ExpertsKernel):
 
     def _activated(self, h: Tensor, spec: str, groups: Groups, what: Experts) -> Operand:
         """f(gate) * up of sorted h, quantized."""
-        native: Any = binding.native()
+        native = binding.native()
         (rows, width), act, dtype = h.shape, what.act, FLOAT_DTYPES[h.dtype]
         args = native.ActArgs(
             h_data=h.data_ptr(), h_rows=rows, h_cols=width, h_row_stride=width, h_dtype=dtype,

@@ -5,7 +5,6 @@ kernel behind it ask for its weights."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +56,7 @@ class _Ends:
     norm = False
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.problem = native, p.place.index, p
+        self.native, self.index, self.problem = binding.native(), p.place.index, p
         known = makes(p.lhs, p.rhs, p.rule, torch.bfloat16, self.norm)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if known else {}
 
@@ -127,10 +125,9 @@ class NormGradients:
     """Gradients of normalizations of matrices of one size."""
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index = native, p.place.index
-        self.partial = native.norm_partial_sums(p.m)
-        self.record = native.NormGradArgs(
+        self.native, self.index = binding.native(), p.place.index
+        self.partial = self.native.norm_partial_sums(p.m)
+        self.record = self.native.NormGradArgs(
             dz_rows=p.m, dz_cols=p.n, x_rows=p.m, x_cols=p.n, inverse=inverse(p.n),
             device=self.index,
         )  # fmt: skip
@@ -232,7 +229,7 @@ class HopperNormRows(Kernel):
         x, weight = rows_of(x), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         z = torch.empty(x.shape, dtype=dtype, device=x.device)
-        native: Any = binding.native()
+        native = binding.native()
         args = native.NormRowsArgs(
             x=matrix(native, x), rms=norm.kind == "RMSNorm", zero_centered=zero_centered,
             eps=norm.eps, inverse=inverse(x.shape[1]), weight=weight.data_ptr(),

@@ -42,7 +42,7 @@ def operand_sums(operand: Operand) -> Tensor:
         values = Dequantizer(p).as_codes_lie(operand)
         assert values is not None
         return values.sum(0 if layout.k_first else 1)
-    native: Any = binding.native()
+    native = binding.native()
     sums = torch.empty(rows, dtype=_F32, device=device)
     nbytes = native.row_sums_workspace_bytes(rows, k, layout.k_first)
     args = native.RowSumsArgs(operand=record_of(native, operand), out=sums.data_ptr())
@@ -83,7 +83,7 @@ class Products:
         self, name: str, p: Problem, parts: int, tile: int = -1, full: bool = True,
         as_is: bool = False,
     ) -> None:  # fmt: skip
-        native: Any = binding.native()
+        native = binding.native()
         self.name, self.native, self.index = name, native, p.place.index
         self.tile, self.full = tile, full
         self.gemm = native.gemm_codes if as_is else native.gemm

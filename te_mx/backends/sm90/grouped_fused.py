@@ -53,9 +53,13 @@ class ActsOfGroups:
     __slots__ = ("dtype", "index", "native", "record", "specs")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.dtype, self.specs = native, p.place.index, p.dtype, p[2:4]
-        self.record = native.ActArgs(
+        self.native, self.index, self.dtype, self.specs = (
+            binding.native(),
+            p.place.index,
+            p.dtype,
+            p[2:4],
+        )
+        self.record = self.native.ActArgs(
             h_rows=p.m, h_cols=p.n, h_dtype=DTYPES[p.dtype], out_dtype=DTYPES[p.dtype],
             device=self.index, **fields_to(p.lhs, p.rhs, p.rule),
         )  # fmt: skip

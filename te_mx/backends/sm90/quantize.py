@@ -29,10 +29,9 @@ class Quantizer:
     __slots__ = ("col", "index", "native", "record", "row", "sizes")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index = native, p.place.index
+        self.native, self.index = binding.native(), p.place.index
         self.row, self.col, self.sizes = p.lhs, p.rhs, (p.m, p.n)
-        self.record = native.QuantizeArgs(
+        self.record = self.native.QuantizeArgs(
             x_rows=p.m, x_cols=p.n, x_row_stride=p.n, x_dtype=DTYPES[p.dtype], device=self.index,
             **fields_to(p.lhs, p.rhs, p.rule),
         )  # fmt: skip
@@ -190,11 +189,10 @@ class Dequantizer:
     __slots__ = ("dtype", "index", "k_first", "native", "record", "shape")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.dtype = native, p.place.index, p.dtype
+        self.native, self.index, self.dtype = binding.native(), p.place.index, p.dtype
         self.k_first = spec_of(p.lhs).layout.k_first
         self.shape = (p.n, p.m) if self.k_first else (p.m, p.n)
-        self.record = native.DequantizeArgs(
+        self.record = self.native.DequantizeArgs(
             rows=p.m, k=p.n, out_dtype=DTYPES[p.dtype], device=self.index, **fields_of(p.lhs)
         )
 
@@ -234,7 +232,7 @@ class HopperConvert(Kernel):
         return why_not_each(problem, ("rows", "cols"), ("sm90",))
 
     def run(self, operand: Operand, spec: str) -> Operand:
-        native: Any = binding.native()
+        native = binding.native()
         operand = operand.checked("operand")
         device = operand.codes.device
         with torch.inference_mode(False):  # what is packed may outlive the mode
