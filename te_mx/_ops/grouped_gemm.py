@@ -205,7 +205,8 @@ def gemm_k_into(
 
 
 def _k_sides(args: tuple[Any, ...]) -> tuple[Operand, Operand]:
-    return Operand(*args[:4], args[8]), Operand(*args[4:9])
+    codes, scales, spec, m, r_codes, r_scales, r_spec, n, k = args[:9]
+    return Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k)
 
 
 def _k(*args: Any) -> None:
