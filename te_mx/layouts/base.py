@@ -53,7 +53,8 @@ class Layout:
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
     alone = ""  # of tokens: the layout of a group's part by itself
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one
-    pitch = 1  # bytes: where not 1, rows of codes start at multiples of it, as the first does
+    # Bytes, a power of two: where not 1, rows of codes start at multiples of it, as the first does.
+    pitch = 1
 
     def takes(self, fmt: Format) -> bool:
         """Whether matrices of a format can lie so."""
@@ -187,7 +188,7 @@ class Layout:
 
     def row_bytes(self, width: int) -> int | None:
         """How far apart rows of codes of so many bytes start; None where codes are contiguous."""
-        return None if self.pitch == 1 else -(-width // self.pitch) * self.pitch
+        return None if self.pitch == 1 else (width + self.pitch - 1) & -self.pitch
 
     def aligned(self, codes: Tensor, scales: Tensor) -> Parts:
         """The parts, copied where their strides are not what kernels read. Those of several groups

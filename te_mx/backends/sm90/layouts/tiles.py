@@ -74,8 +74,8 @@ class PackedOperand(NamedTuple):
 
 def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Shapes of codes and scales of a packed operand [rows, k]."""
-    steps, tiles = -(-k // TILE), -(-rows // TILE)
-    return (rows, -(-k // 16) * 16), (steps, tiles + tiles % 2, SCALE_WORDS)
+    # As bits: of the sizes of a graph's symbols divisions would become guards.
+    return (rows, (k + 15) & -16), ((k + 127) >> 7, ((rows + 255) >> 8) << 1, SCALE_WORDS)
 
 
 def check_spread(spread: int) -> None:
