@@ -13,7 +13,6 @@ LEAST_LINES = 40
 SMALL = {
     "te_mx/__main__.py": "python -m te_mx",
     "te_mx/_ops/flops.py": "what is registered with torch's counter, of all GEMM ops",
-    "te_mx/_ops/norm_rows.py": "an op",
     "te_mx/_ops/stored.py": "an op",
     "te_mx/backends/cpu/cost.py": "measured constants of a device",
     "te_mx/backends/reference/gemm.py": "the kernels over torch_gemm.py, which sm90 reads too",

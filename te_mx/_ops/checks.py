@@ -121,6 +121,14 @@ def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> No
         one_device(device, ("offs",), (offs,))
 
 
+def quantized_groups(x: Tensor, offs: Tensor, row: str, col: str) -> None:
+    """Raise ValueError unless tokens x can be quantized by groups to these specs."""
+    for name, spec, kind in (("row", row, "rows"), ("col", col, "k")):
+        if spec:
+            tokens(name, spec, kind)
+    offsets(offs, x.device)
+
+
 def alike(weights: Sequence[Tensor]) -> None:
     """Raise unless all weights are fp32, bf16 or fp16, have one shape and lie on one device."""
     shape, device = weights[0].shape, weights[0].device

@@ -16,10 +16,22 @@ from torch import Tensor
 
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
-from te_mx._ops.quantize import empty_like_spec, parts_of, quantized_of
+from te_mx._ops.quantize import empty_parts, parts_of, quantized_of
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
-from te_mx.dispatch.fused import Activation, ActParts, ActStep, Norm, NormParts, NormStep, Target
+from te_mx.dispatch.fused import (
+    Activation,
+    ActParts,
+    ActStep,
+    Norm,
+    NormParts,
+    NormRows,
+    NormStep,
+    Target,
+)
+from te_mx.dispatch.kernels import derived
+from te_mx.dispatch.problem import FROZEN_ROWS, Problem, place_of
+from te_mx.dispatch.registry import find
 from te_mx.layouts.operand import Quantized
 
 _F32 = torch.float32
@@ -77,7 +89,7 @@ def act_quantize_2d(step: ActStep) -> ActParts:
     if is_direct(h, grad, target.seed):
         return _run_act(step)
     out, *parts = _ACT(h, grad, *act, dtype, keep, *target)
-    return ActParts(out if keep else None, _read(parts, target, _made(step)))
+    return ActParts(out if keep else None, _read(parts, target, made_shape(step)))
 
 
 def _run_act(step: ActStep) -> ActParts:
@@ -86,10 +98,32 @@ def _run_act(step: ActStep) -> ActParts:
     return _run("act_quantize", step.h, step.target, dtypes, step)
 
 
-def _made(step: ActStep) -> tuple[int, int]:
+def made_shape(step: ActStep) -> tuple[int, int]:
     """The shape of what a step makes."""
     rows, cols = step.h.shape
     return rows, cols // 2 if step.act.gated and step.grad is None else cols
+
+
+def norm_rows(step: NormRows) -> Tensor | None:
+    """z [rows, cols], the bits of norm_quantize_2d; None where no kernel does it alone, or where
+    its arguments do not belong together, which the usual way says."""
+    x, weight, bias, _, _, dtype = step
+    if not is_direct(x, weight, bias) or not 0 < x.shape[0] <= FROZEN_ROWS:
+        return None
+    for vector in (weight, bias):
+        if vector is not None and (
+            vector.shape != x.shape[1:] or vector.device != x.device or vector.dtype != weight.dtype
+        ):
+            return None
+    known, key = derived(), ("norm_rows", x.device, x.shape, x.dtype, weight.dtype, dtype)
+    if key not in known:
+        rows, cols = x.shape
+        known[key] = [
+            find(Problem("norm_rows", place_of(x.device), "", "", rows, cols, dtype=one))
+            for one in (x.dtype, weight.dtype, dtype)
+        ]
+    kernels = known[key]
+    return None if any(one is None for one in kernels) else kernels[0].run(step)
 
 
 # ---------------------------------------------------------------------------------------------- ops
@@ -103,10 +137,8 @@ def _listed(x: Tensor, first: tuple[Tensor | None, ...], parts: list[Tensor]) ->
     return [x.new_empty(0) if tensor is None else tensor for tensor in first] + parts
 
 
-def _fake_parts(x: Tensor, rows: Any, cols: Any, target: Target) -> list[Tensor]:
-    parts = empty_like_spec(x, target.row, rows, cols) if target.row else []
-    parts += empty_like_spec(x, target.col, cols, rows) if target.col else []
-    return [*parts, x.new_empty(cols, dtype=_F32)] if target.col_sum else parts
+def _fake_parts(x: Tensor, shape: Sequence[int], target: Target) -> list[Tensor]:
+    return empty_parts(x, target.row, target.col, shape, _F32 if target.col_sum else None)
 
 
 def _norm_step(args: tuple[Any, ...]) -> NormStep:
@@ -123,11 +155,10 @@ def _norm_fake(*args: Any) -> list[Tensor]:
     step = _norm_step(args)
     checks.norm_step(step)
     x, _, _, norm, dtype, keep, target = step
-    rows, cols = x.shape
-    mean = None if norm.kind == "RMSNorm" else x.new_empty(rows, dtype=_F32)
-    z = x.new_empty((rows, cols), dtype=dtype) if keep else None
-    first = mean, x.new_empty(rows, dtype=_F32), z
-    return _listed(x, first, _fake_parts(x, rows, cols, target))
+    mean = None if norm.kind == "RMSNorm" else x.new_empty(x.shape[0], dtype=_F32)
+    z = x.new_empty(x.shape, dtype=dtype) if keep else None
+    first = mean, x.new_empty(x.shape[0], dtype=_F32), z
+    return _listed(x, first, _fake_parts(x, x.shape, target))
 
 
 def _norm_backward(
@@ -160,9 +191,9 @@ def _act(*args: Any) -> list[Tensor]:
 def _act_fake(*args: Any) -> list[Tensor]:
     step = _act_step(args)
     checks.act_step(step)
-    shape = _made(step)
+    shape = made_shape(step)
     out = step.h.new_empty(shape, dtype=step.dtype) if step.keep else None
-    return _listed(step.h, (out,), _fake_parts(step.h, *shape, step.target))
+    return _listed(step.h, (out,), _fake_parts(step.h, shape, step.target))
 
 
 _TARGET = "str row, str col, str rule, bool col_sum, Tensor? seed=None"

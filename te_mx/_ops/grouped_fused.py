@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import checks
+from te_mx._ops.fused import made_shape
 from te_mx._ops.grouped_quantize import ends_of
 from te_mx._ops.library import define, is_direct
-from te_mx._ops.quantize import parts_of, quantized_of
+from te_mx._ops.quantize import empty_parts, parts_of, quantized_of
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Quantized
 
 _F32 = torch.float32
@@ -34,13 +34,7 @@ def act_quantize_grouped(what: ActGroups) -> Quantized:
     if is_direct(h, grad, offs, target.seed):
         return _run(what)
     parts = _ACT(h, grad, *act, dtype, offs, capacity, *target)
-    return quantized_of(parts, target.row, target.col, target.col_sum, _shape(what.step))
-
-
-def _shape(step: ActStep) -> tuple[int, int]:
-    """The shape of what is quantized."""
-    rows, cols = step.h.shape
-    return rows, cols // 2 if step.act.gated and step.grad is None else cols
+    return quantized_of(parts, target.row, target.col, target.col_sum, made_shape(what.step))
 
 
 def _run(what: ActGroups) -> Quantized:
@@ -49,10 +43,7 @@ def _run(what: ActGroups) -> Quantized:
     checks.act_step(step)
     if keep:
         raise ValueError("te_mx: act_quantize_grouped keeps no values, got keep=True")
-    for name, spec, kind in (("row", target.row, "rows"), ("col", target.col, "k")):
-        if spec:
-            checks.tokens(name, spec, kind)
-    checks.offsets(offs, h.device)
+    checks.quantized_groups(h, offs, target.row, target.col)
     rows, cols = h.shape
     problem = Problem(
         "act_quantize_grouped", place_of(h.device), target.row, target.col, rows, cols,
@@ -75,13 +66,8 @@ def _act_fake(*args: Any) -> list[Tensor]:
     step, (offs, _) = _read(args)
     checks.act_step(step)
     checks.offsets(offs, step.h.device)
-    (rows, cols), target = _shape(step), step.target
-    parts: list[Tensor] = []
-    for spec, sizes in ((target.row, (rows, cols)), (target.col, (cols, rows))):
-        if spec:
-            fmt, layout = spec_of(spec)
-            parts += layout.grouped_empty(fmt, *sizes, len(offs), step.h.device)
-    return [*parts, step.h.new_empty((len(offs), cols), dtype=_F32)] if target.col_sum else parts
+    target, sums = step.target, _F32 if step.target.col_sum else None
+    return empty_parts(step.h, target.row, target.col, made_shape(step), sums, len(offs))
 
 
 _ACT = define(

@@ -17,27 +17,20 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import checks
+from te_mx._ops.gemm import empty
 from te_mx._ops.grouped_quantize import ends_of
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, Groups
-from te_mx.dispatch.groups import k_of
 from te_mx.dispatch.kernels import derived
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import find, pick_problem, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.runtime import cpu_memory
 from te_mx.runtime.ran import LAST_RUN, note_read
 
 _DEFAULT_MODE = Mode()
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if like.is_cpu and type(like) is Tensor:
-        return cpu_memory.empty(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 # ----------------------------------------------------------------------------------- groups of rows
@@ -82,7 +75,7 @@ def _run_rows(
         raise ValueError(f"bias must be [{rhs.groups}, {n}], got {tuple(bias.shape)}")
     lhs = lhs.checked_tokens(rhs.groups, "lhs")
     rhs = rhs.checked("rhs")
-    out = _empty(lhs.codes, (rows, n), out_dtype)
+    out = empty(lhs.codes, (rows, n), out_dtype)
     problem = Problem(
         "gemm_rows", place_of(out.device), lhs.spec, rhs.spec, rows, n, k, rhs.groups,
         mode.precision, ends_of(offs), out_dtype, mode.spread,
@@ -93,21 +86,21 @@ def _run_rows(
     return out
 
 
+def _rows_sides(args: tuple[Any, ...]) -> tuple[Operand, Stack]:
+    w_codes, w_scales, packed, w_spec, count, n = args[5:11]
+    return Operand(*args[:5]), Stack(w_codes, w_scales, w_spec, count, n, args[4], packed)
+
+
 def _rows(*args: Any) -> Tensor:
-    codes, scales, spec, rows, k = args[:5]
-    w_codes, w_scales, packed, w_spec, count, n, offs, capacity, bias, out_dtype, tag = args[5:16]
-    lhs = Operand(codes, scales, spec, rows, k)
-    rhs = Stack(w_codes, w_scales, w_spec, count, n, k, packed)
-    note_read(w_codes)
+    (lhs, rhs), (offs, capacity, bias, out_dtype, tag) = _rows_sides(args), args[11:16]
+    note_read(rhs.codes)
     return _run_rows(lhs, rhs, Groups(offs, capacity), bias, out_dtype, tag, Mode(*args[16:]))
 
 
 def _rows_fake(*args: Any) -> Tensor:
-    codes, scales, spec, rows, k = args[:5]
-    w_codes, w_scales, packed, w_spec, count, n, offs, _, bias, out_dtype = args[5:15]
-    rhs = Stack(w_codes, w_scales, w_spec, count, n, k, packed)
-    checks.grouped_sides(Operand(codes, scales, spec, rows, k), rhs, offs, None, bias)
-    return codes.new_empty((rows, n), dtype=out_dtype)
+    (lhs, rhs), (offs, _, bias, out_dtype) = _rows_sides(args), args[11:15]
+    checks.grouped_sides(lhs, rhs, offs, None, bias)
+    return lhs.codes.new_empty((lhs.rows, rhs.rows), dtype=out_dtype)
 
 
 GEMM_ROWS = define(
@@ -143,7 +136,7 @@ def gemm_k(
     offs = groups.offs
     direct = is_direct(lhs.codes, lhs.scales, rhs.codes, rhs.scales, offs, out)
     if out is None:
-        out = _empty(lhs.codes, (len(groups.offs), lhs.rows, rhs.rows), out_dtype)
+        out = empty(lhs.codes, (len(groups.offs), lhs.rows, rhs.rows), out_dtype)
         accumulate = False
     if direct:
         _run_k(lhs, rhs, groups, out, accumulate, tag, mode)
@@ -211,20 +204,20 @@ def gemm_k_into(
     return ran is not None
 
 
+def _k_sides(args: tuple[Any, ...]) -> tuple[Operand, Operand]:
+    codes, scales, spec, m, r_codes, r_scales, r_spec, n, k = args[:9]
+    return Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k)
+
+
 def _k(*args: Any) -> None:
-    codes, scales, spec, m, r_codes, r_scales, r_spec, n, k, offs, capacity = args[:11]
-    out, accumulate, tag = args[11:14]
-    _run_k(
-        Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k),
-        Groups(offs, capacity), out, accumulate, tag, Mode(*args[14:]),
-    )  # fmt: skip
+    offs, capacity, out, accumulate, tag, *mode = args[9:]
+    _run_k(*_k_sides(args), Groups(offs, capacity), out, accumulate, tag, Mode(*mode))
 
 
 def _k_fake(*args: Any) -> None:
-    codes, scales, spec, m, r_codes, r_scales, r_spec, n, k, offs = args[:10]
-    lhs, rhs = Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k)
-    checks.grouped_sides(lhs, rhs, offs, None)
-    checks.one_device(codes.device, ("out",), (args[11],))
+    lhs, rhs = _k_sides(args)
+    checks.grouped_sides(lhs, rhs, args[9], None)
+    checks.one_device(lhs.codes.device, ("out",), (args[11],))
 
 
 GEMM_K = define(
@@ -234,11 +227,6 @@ GEMM_K = define(
     _k,
     _k_fake,
 )
-
-
-def group_of_k(operand: Operand, start: int, end: int, group: int) -> Operand:
-    """A group's part of an operand whose k is grouped, in a plain layout."""
-    return k_of(operand, start, end, group)
 
 
 def on_device(offs: Tensor, spec: str, x: Tensor) -> Tensor:

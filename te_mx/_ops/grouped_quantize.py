@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
-from te_mx._ops.quantize import parts_of, quantized_of
+from te_mx._ops.quantize import empty_parts, parts_of, quantized_of
 from te_mx._ops.settled import plain
 from te_mx.dispatch import run
 from te_mx.dispatch.grouped_calls import (
@@ -68,10 +68,7 @@ def quantize_grouped(
 def _run_tokens(what: QuantizeGroups) -> Quantized:
     offs = what.groups.offs
     checks.quantizable(what.x, what.row, what.col, what.rule, what.seed)
-    for name, spec, kind in (("row", what.row, "rows"), ("col", what.col, "k")):
-        if spec:
-            checks.tokens(name, spec, kind)
-    checks.offsets(offs, what.x.device)
+    checks.quantized_groups(what.x, offs, what.row, what.col)
     rows, cols = what.x.shape
     problem = Problem(
         "quantize_grouped", place_of(what.x.device), what.row, what.col, rows, cols,
@@ -80,26 +77,20 @@ def _run_tokens(what: QuantizeGroups) -> Quantized:
     return run.run(problem, what)
 
 
-def _tokens(
-    x: Tensor, offs: Tensor, capacity: int, row: str, col: str, rule: str, col_sum: bool,
-    seed: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    what = QuantizeGroups(x, Groups(offs, capacity), row, col, rule, col_sum, seed)
-    return parts_of(_run_tokens(what))
+def _tokens_call(args: tuple[Any, ...]) -> QuantizeGroups:
+    x, offs, capacity, *rest = args
+    return QuantizeGroups(x, Groups(offs, capacity), *rest)
 
 
-def _tokens_fake(
-    x: Tensor, offs: Tensor, capacity: int, row: str, col: str, rule: str, col_sum: bool,
-    seed: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+def _tokens(*args: Any) -> list[Tensor]:
+    return parts_of(_run_tokens(_tokens_call(args)))
+
+
+def _tokens_fake(*args: Any) -> list[Tensor]:
+    x, (offs, _), row, col, _, col_sum, _ = _tokens_call(args)
     checks.offsets(offs, x.device)
-    rows, cols = x.shape
-    parts: list[Tensor] = []
-    for spec, sizes in ((row, (rows, cols)), (col, (cols, rows))):
-        if spec:
-            fmt, layout = spec_of(spec)
-            parts += layout.grouped_empty(fmt, *sizes, len(offs), x.device)
-    return [*parts, x.new_empty((len(offs), cols), dtype=torch.float32)] if col_sum else parts
+    sums = torch.float32 if col_sum else None
+    return empty_parts(x, row, col, x.shape, sums, len(offs))
 
 
 _TOKENS = define(

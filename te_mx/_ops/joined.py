@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
-from te_mx._ops.quantize import empty_like_spec, parts_of, quantized_of
+from te_mx._ops.quantize import empty_parts, parts_of, quantized_of
 from te_mx.dispatch import run
 from te_mx.layouts.operand import Quantized
 from te_mx.runtime.ran import note_read
@@ -61,9 +61,7 @@ def _quantize_joined(parts: list[Tensor], row: str, col: str, rule: str) -> list
 
 def _fake(parts: list[Tensor], row: str, col: str, rule: str) -> list[Tensor]:
     _check(parts, row, col, rule)
-    (rows, cols), first = _shape(parts), parts[0]
-    made = empty_like_spec(first, row, rows, cols) if row else []
-    return [*made, *(empty_like_spec(first, col, cols, rows) if col else [])]
+    return empty_parts(parts[0], row, col, _shape(parts))
 
 
 _QUANTIZE_JOINED = define(

@@ -63,15 +63,23 @@ def linear_kernel_of(
     by_size = sizes if device.type == "cpu" else max(sizes) > MOST
     known, key = derived(), ("linear", device, settings, dtype, by_size)
     if key not in known:
-        problem = Problem(
-            "linear", place_of(device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
-            precision=settings.precision, dtype=dtype, spread=settings.spread,
-            rule=settings.scale_rule, grad=f"{settings.g}@any", split_k=settings.split_k,
-        )  # fmt: skip
+        grad = f"{settings.g}@any"
+        problem = _problem("linear", device, settings, m, n, k, dtype=dtype, grad=grad)
         if device.type == "cuda" and device.index is None:
             return find(problem)
         return derive(key, find(problem))
     return known[key]
+
+
+def _problem(
+    op: str, device: torch.device, settings: Any, m: int = 1, n: int = 1, k: int = 1, **more: Any
+) -> Problem:  # fmt: skip
+    """That of a layer under some settings, whose operands are not made yet."""
+    return Problem(
+        op, place_of(device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
+        precision=settings.precision, spread=settings.spread, rule=settings.scale_rule,
+        split_k=settings.split_k, **more,
+    )  # fmt: skip
 
 
 def layer_kernel(device: torch.device, settings: Any) -> LayerKernel | None:
@@ -80,11 +88,7 @@ def layer_kernel(device: torch.device, settings: Any) -> LayerKernel | None:
     key = "layers", device, id(settings)
     found = derived().get(key)
     if found is None:
-        problem = Problem(
-            "layer", place_of(device), f"{settings.x}@any", f"{settings.w}@any",
-            precision=settings.precision, spread=settings.spread, rule=settings.scale_rule,
-            grad=f"{settings.g}@any", split_k=settings.split_k,
-        )  # fmt: skip
+        problem = _problem("layer", device, settings, grad=f"{settings.g}@any")
         found = derive(key, (find(problem), settings))
     kernel: LayerKernel | None = found[0]
     return kernel
@@ -109,11 +113,7 @@ def infer(
 def _infer_plan(x: Tensor, weight_NK: Tensor, settings: Any) -> Plan | None:
     n, k = weight_NK.shape
     m = x.numel() // k if k else 0
-    problem = Problem(
-        "linear_infer", place_of(x.device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
-        precision=settings.precision, dtype=x.dtype, spread=settings.spread,
-        rule=settings.scale_rule, split_k=settings.split_k,
-    )  # fmt: skip
+    problem = _problem("linear_infer", x.device, settings, m, n, k, dtype=x.dtype)
     kernel = find(problem)
     return None if kernel is None else kernel.make_plan(problem)
 

@@ -3,7 +3,8 @@
     out[r] = (lhs[r // a_div] @ rhs_e^T + bias_e) * weights[r]
 
 dispatch/moe.py says how rows are routed. Ids that are out of range belong to nobody; nothing past
-num_tokens_post_padded counts, and no host waits for a device.
+num_tokens_post_padded counts, and no host waits for a device. te_mx::moe_align: slots sorted by
+expert and cut into blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.kernels import Kernel, derive, derived
-from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, Routing, size_class
+from te_mx.dispatch.moe import (
+    Align,
+    Experts,
+    ExpertsKernel,
+    RoutedGemm,
+    Routing,
+    capacity,
+    size_class,
+)
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.tuned import tables
@@ -184,4 +193,49 @@ MOE_GEMM = define(
     "str precision, int spread) -> ()",
     _moe,
     _moe_fake,
+)
+
+
+# ---------------------------------------------------------------------------------- lists of blocks
+_I32 = torch.int32
+Aligned = tuple[Tensor, Tensor, Tensor]
+
+
+def moe_align(p: Align) -> Aligned:
+    """(sorted_token_ids, expert_ids, num_tokens_post_padded), int32."""
+    return _run_align(*p) if is_direct(p.topk_ids, p.expert_map) else MOE_ALIGN(*p)
+
+
+def _check_align(topk_ids: Tensor, block_m: int, experts: int, expert_map: Tensor | None) -> None:
+    checks.one_device(topk_ids.device, ("expert_map",), (expert_map,))
+    for name, ids in (("topk_ids", topk_ids), ("expert_map", expert_map)):
+        if ids is not None and (ids.dtype != _I32 or ids.dim() != 1):
+            raise ValueError(f"te_mx: {name} must be a vector of int32, got {ids.dtype}")
+    if block_m < 1 or experts < 1 or (expert_map is not None and len(expert_map) != experts):
+        raise ValueError(
+            f"te_mx: blocks need a size and experts a number, of expert_map too, got {block_m} and "
+            f"{experts}"
+        )
+
+
+def _run_align(topk_ids: Tensor, block_m: int, experts: int, expert_map: Tensor | None) -> Aligned:
+    _check_align(topk_ids, block_m, experts, expert_map)
+    ids = topk_ids.contiguous()
+    local = None if expert_map is None else expert_map.contiguous()
+    problem = Problem("moe_align", place_of(ids.device), m=len(ids), n=experts, k=block_m)
+    return run.run(problem, Align(ids, block_m, experts, local))
+
+
+def _align_fake(topk_ids: Tensor, block_m: int, experts: int, expert_map: Tensor | None) -> Aligned:
+    _check_align(topk_ids, block_m, experts, expert_map)
+    size = capacity(topk_ids.shape[0], block_m, experts)
+    made = (topk_ids.new_empty(n, dtype=_I32) for n in (size, -(-size // block_m), 1))
+    return tuple(made)  # type: ignore[return-value]
+
+
+MOE_ALIGN = define(
+    "moe_align(Tensor topk_ids, int block_m, int experts, Tensor? expert_map) -> "
+    "(Tensor, Tensor, Tensor)",
+    _run_align,
+    _align_fake,
 )

@@ -4,6 +4,7 @@ one layout to another."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,30 +170,38 @@ def quantized_of(
     )
 
 
-def empty_like_spec(x: Tensor, spec: str, rows: int, k: int) -> list[Tensor]:
-    """Room for an operand, on the device of x."""
-    fmt, layout = spec_of(spec)
-    return list(layout.empty(fmt, rows, k, x.device))
-
-
-def _quantize(
-    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype,
-    seed: Tensor | None = None,
+def empty_parts(
+    x: Tensor, row: str, col: str, shape: Sequence[int], sums: torch.dtype | None = None,
+    groups: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    checks.quantizable(x, row, col, rule, seed)
-    note_read(x)
-    return parts_of(run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype, seed)))
+    """Room for `parts_of` what is made of a matrix [rows, cols], or of its rows in groups, on the
+    device of x. sums: their dtype."""
+    rows, cols = shape
+    parts: list[Tensor] = []
+    for spec, sizes in ((row, (rows, cols)), (col, (cols, rows))):
+        if spec:
+            fmt, layout = spec_of(spec)
+            if groups is None:
+                parts += layout.empty(fmt, *sizes, x.device)
+            else:
+                parts += layout.grouped_empty(fmt, *sizes, groups, x.device)
+    if sums is None:
+        return parts
+    size = (cols,) if groups is None else (groups, cols)
+    return [*parts, x.new_empty(size, dtype=sums)]
 
 
-def _quantize_fake(
-    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype,
-    seed: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+def _quantize(*args: Any) -> list[Tensor]:
+    what = Quantize(*args)
+    checks.quantizable(what.x, what.row, what.col, what.rule, what.seed)
+    note_read(what.x)
+    return parts_of(run.quantize(what))
+
+
+def _quantize_fake(*args: Any) -> list[Tensor]:
+    x, row, col, rule, col_sum, sum_dtype, seed, _ = Quantize(*args)
     checks.quantizable(x, row, col, rule, seed)
-    rows, cols = x.shape
-    parts = empty_like_spec(x, row, rows, cols) if row else []
-    parts += empty_like_spec(x, col, cols, rows) if col else []
-    return [*parts, x.new_empty(cols, dtype=sum_dtype)] if col_sum else parts
+    return empty_parts(x, row, col, x.shape, sum_dtype if col_sum else None)
 
 
 def _quantize_beyond(x: Tensor, most: int, row: str, rule: str) -> list[Tensor]:
@@ -243,7 +252,7 @@ def _apart(made: Tensor, given: Tensor) -> Tensor:
 def _convert_fake(
     codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str
 ) -> tuple[Tensor, Tensor]:
-    made = empty_like_spec(codes, to, rows, k)
+    made = empty_parts(codes, to, "", (rows, k))
     return made[0], made[1]
 
 

@@ -53,7 +53,6 @@ from te_mx._ops.grouped_gemm import (
     gemm_k,
     gemm_k_into,
     gemm_rows,
-    group_of_k,
     kept_stack,
     on_device,
 )
@@ -520,7 +519,7 @@ def wgrad_of(
     def one(i: int, out: Tensor, accumulate: bool) -> None:
         bounds = host_bounds(*groups, g_col.k)
         start, end = bounds.starts[i], bounds.ends[i]
-        g_own, x_own = (group_of_k(o, start, end, i) for o in (g_col, columns()))
+        g_own, x_own = (o.group(start, end, i) for o in (g_col, columns()))
         gemm_2d(
             g_own, x_own, Epilogue(accumulate=accumulate), out=out, out_dtype=out.dtype, tag=tag,
             mode=mode,

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, Quantized, Target, quantized
-from te_mx._ops.fused import norm_backward_2d, norm_quantize_2d
-from te_mx._ops.norm_rows import norm_rows
+from te_mx._ops.fused import norm_backward_2d, norm_quantize_2d, norm_rows
 from te_mx.autograd import input_cache
 from te_mx.autograd.node import (
     needs_gradient,

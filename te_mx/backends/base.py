@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.calls import Epilogue
+from te_mx.dispatch.problem import Problem
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -54,6 +55,13 @@ BIAS_GRADS = {"operand": 1, "result": 2}
 FLOAT_DTYPES = Words(
     "the dtype", TypeError, {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 )
+
+
+def why_not_dtype(problem: Problem, does: str = "takes") -> str | None:
+    """Why native code does not read or, by another word, write values of a problem's dtype."""
+    if problem.dtype in FLOAT_DTYPES:
+        return None
+    return f"{does} float32, bfloat16 and float16, not {problem.dtype}"
 
 
 def format_fields(fmt: str) -> dict[str, int]:

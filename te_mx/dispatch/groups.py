@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.layouts.operand import Operand
-
 INDEX_DTYPES = (torch.int32, torch.int64)
 BLOCK = 32  # rows of a group that share a scale in a columnwise copy of MX formats
 
@@ -38,29 +36,6 @@ class Bounds(NamedTuple):
 def scale_rows(rows: int, groups: int, block: int = BLOCK) -> int:
     """Scale rows of a columnwise copy of `rows` rows in groups."""
     return rows // block + groups
-
-
-def first_scale_row(start: int, group: int, block: int = BLOCK) -> int:
-    """The scale row of a group's first block."""
-    return start // block + group
-
-
-def rows_of(tokens: Operand, start: int, end: int) -> Operand:
-    """A group's rows of an operand whose rows are grouped (layout "rows")."""
-    return tokens._replace(
-        codes=tokens.codes[start:end], scales=tokens.scales[start:end], rows=end - start
-    )
-
-
-def k_of(operand: Operand, start: int, end: int, group: int) -> Operand:
-    """A group's part of an operand in layout "grouped_cols", in layout "cols"."""
-    block = operand.format.block
-    first = first_scale_row(start, group, block)
-    blocks = -(-(end - start) // block)
-    return Operand(
-        operand.codes[start:end], operand.scales[first : first + blocks],
-        operand.spec.replace("@grouped_cols", "@cols"), operand.rows, end - start,
-    )  # fmt: skip
 
 
 def known_to_host(offs: Tensor) -> bool:

@@ -44,6 +44,7 @@ class Kernel:
     rank: kernels of an op are asked in the order of their ranks.
     configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
     multiplies: by itself; False: by the kernel that is chosen for the GEMM.
+    planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Kernel:
     rank: int = 0
     configuration: str = ""
     multiplies: bool = True
+    planner: type | None = None
 
     def accepts(self, problem: Problem) -> str | None:
         """None, or the reason why this kernel does not run the problem: its envelope."""
@@ -115,7 +117,7 @@ class Kernel:
     def make_plan(self, problem: Any) -> Any:
         """A plan, with all that the problem says made before. None from a call of it, as from
         `run`, where native code does not take it."""
-        return self.run
+        return self.run if self.planner is None else self.planner(problem)
 
     run: Callable[..., Any]
 

@@ -51,8 +51,10 @@ class Layout:
     refused = "formats of other elements or blocks"  # what it does not take, for errors
     reads_as = ""  # of weights that stand still: as which layout products read them, if not this
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
-    alone = ""  # of packed tokens: the layout of a group's part by itself
+    alone = ""  # of tokens: the layout of a group's part by itself
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one
+    # Bytes, a power of two: where not 1, rows of codes start at multiples of it, as the first does.
+    pitch = 1
 
     def takes(self, fmt: Format) -> bool:
         """Whether matrices of a format can lie so."""
@@ -74,8 +76,11 @@ class Layout:
         return self._room(fmt, self.shapes(fmt, rows, k), device)
 
     def _room(self, fmt: Format, shapes: tuple[Shape, Shape], device: torch.device) -> Parts:
-        codes = torch.empty(shapes[0], dtype=torch.uint8, device=device)
-        return codes, torch.empty(shapes[1], dtype=self.scales_dtype(fmt), device=device)
+        *rows, width = shapes[0]
+        ld = self.row_bytes(width) or width
+        codes = torch.empty((*rows, ld), dtype=torch.uint8, device=device)
+        scales = torch.empty(shapes[1], dtype=self.scales_dtype(fmt), device=device)
+        return codes if ld == width else codes[..., :width], scales
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """Codes and scales that lie by rows (layout "rows"), in this layout."""
@@ -127,13 +132,12 @@ class Layout:
         return self._room(fmt, self.grouped_shapes(fmt, rows, k, groups), device)
 
     def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
-        """Of packed tokens: put group number `group`, start to end, in layout `alone`, where it
-        lies."""
-        raise NotImplementedError(f"layout {self.name!r} is not that of packed tokens")
+        """Of tokens: put group number `group`, start to end, in layout `alone`, where it lies."""
+        raise NotImplementedError(f"layout {self.name!r} is not that of tokens")
 
     def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
         """The other way: the parts of a group in layout `alone`."""
-        raise NotImplementedError(f"layout {self.name!r} is not that of packed tokens")
+        raise NotImplementedError(f"layout {self.name!r} is not that of tokens")
 
     # --------------------------------------------------------------------------------- checks
     def checked(self, operand: Matrix, fmt: Format, name: str) -> Matrix:
@@ -177,21 +181,26 @@ class Layout:
             raise ValueError(
                 f"{name}: codes are on {codes.device} and scales on {scales.device}; move one"
             )
-        aligned = self.aligned(codes, scales, sizes[-1])
+        aligned = self.aligned(codes, scales)
         if aligned[0] is codes and aligned[1] is scales:
             return held
         return held._replace(codes=aligned[0], scales=aligned[1])
 
-    def row_bytes(self, k: int) -> int | None:
-        """How far apart rows of codes start, the first on a multiple of 16 bytes; None where codes
-        are contiguous, or the layout says it otherwise."""
-        return None
+    def row_bytes(self, width: int) -> int | None:
+        """How far apart rows of codes of so many bytes start; None where codes are contiguous."""
+        return None if self.pitch == 1 else (width + self.pitch - 1) & -self.pitch
 
-    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        """The parts, copied where their strides are not what kernels read."""
-        if codes.is_contiguous() and scales.is_contiguous():
+    def aligned(self, codes: Tensor, scales: Tensor) -> Parts:
+        """The parts, copied where their strides are not what kernels read. Those of several groups
+        lie behind each other."""
+        scales, ld = scales.contiguous(), self.row_bytes(codes.shape[-1])
+        if ld is None:
+            return codes.contiguous(), scales
+        strides = (ld, 1) if codes.dim() == 2 else (codes.shape[1] * ld, ld, 1)
+        if codes.stride() == strides and codes.data_ptr() % self.pitch == 0:
             return codes, scales
-        return codes.contiguous(), scales.contiguous()
+        room = torch.empty((*codes.shape[:-1], ld), dtype=torch.uint8, device=codes.device)
+        return room[..., : codes.shape[-1]].copy_(codes), scales
 
     def __repr__(self) -> str:
         return f"Layout({self.name!r})"

@@ -46,6 +46,14 @@ class Operand(NamedTuple):
         fmt, layout = spec_of(self.spec)
         return layout.values(fmt, self.codes, self.scales, self.k, dtype)
 
+    def group(self, start: int, end: int, group: int = 0) -> Operand:
+        """The part of group number `group` of tokens, start to end, as a matrix; of rows that lie
+        by themselves the number says nothing."""
+        fmt, layout = spec_of(self.spec)
+        rows, k = (end - start, self.k) if layout.tokens == "rows" else (self.rows, end - start)
+        parts = layout.group_of(self, start, end, group)
+        return Operand(*parts, f"{fmt.name}@{layout.alone}", rows, k)
+
     def checked(self, name: str) -> Operand:
         """This operand with parts that lie as kernels read them.
 

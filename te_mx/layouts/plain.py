@@ -8,17 +8,18 @@ cols  codes [k, rows], one a byte, scales [blocks of k, rows]: columnwise copies
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from te_mx.formats import Format
-from te_mx.layouts.base import Layout, Parts, Shape
+from te_mx.layouts.base import HasParts, Layout, Parts, Shape
 
 
 class Rows(Layout):
     """Blocks along the last dimension."""
 
-    name = "rows"
-    tokens = "rows"
+    name = alone = tokens = "rows"
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         return fmt.codes_shape(rows, k), fmt.scales_shape(rows, k)
@@ -27,6 +28,12 @@ class Rows(Layout):
         return codes, scales
 
     unpack = pack
+
+    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
+        into.codes[start:end], into.scales[start:end] = part.codes, part.scales
+
+    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
+        return tokens.codes[start:end], tokens.scales[start:end]
 
 
 class Cols(Layout):
@@ -58,7 +65,7 @@ class GroupedCols(Layout):
     k_first = True
     of_matrices = False
     refused = "formats whose blocks hold several rows, which may belong to several groups"
-    tokens = "k"
+    tokens, alone = "k", "cols"
 
     def takes(self, fmt: Format) -> bool:
         return fmt.scaling.block[0] == 1
@@ -66,6 +73,16 @@ class GroupedCols(Layout):
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         """Shapes for `rows` columns and k rows in groups."""
         return (k, rows), (k // fmt.scaling.block[1] + groups, rows)
+
+    def put_group(self, into: Any, part: HasParts, start: int, end: int, group: int) -> None:
+        first = start // into.format.block + group
+        into.codes[start:end] = part.codes
+        into.scales[first : first + len(part.scales)] = part.scales
+
+    def group_of(self, tokens: Any, start: int, end: int, group: int) -> Parts:
+        block = tokens.format.block
+        first = start // block + group
+        return tokens.codes[start:end], tokens.scales[first : first - (start - end) // block]
 
 
 ROWS, COLS, GROUPED_COLS = Rows(), Cols(), GroupedCols()

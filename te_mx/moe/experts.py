@@ -10,8 +10,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack
 from te_mx._ops.fused import act_quantize_2d
-from te_mx._ops.moe import experts_in_one, moe_gemm, summed_slots
-from te_mx._ops.moe_align import moe_align
+from te_mx._ops.moe import experts_in_one, moe_align, moe_gemm, summed_slots
 from te_mx.api.groups import check_floats, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of

@@ -129,7 +129,7 @@ def test_what_a_layout_is_not_it_says(layout):
             layout.classes(whole, *whole.quantize(torch.zeros(1, 32), "rceil"))
     if not layout.alone:
         part = Operand(torch.empty(0), torch.empty(0), f"{whole}@rows", 0, 0)
-        with pytest.raises(NotImplementedError, match="is not that of packed tokens"):
+        with pytest.raises(NotImplementedError, match="is not that of tokens"):
             layout.put_group(part, part, 0, 0, 0)
-        with pytest.raises(NotImplementedError, match="is not that of packed tokens"):
+        with pytest.raises(NotImplementedError, match="is not that of tokens"):
             layout.group_of(part, 0, 0, 0)

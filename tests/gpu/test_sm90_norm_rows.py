@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_mx._ops.norm_rows import norm_rows
+from te_mx._ops.fused import norm_rows
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch.fused import NORMS, Norm, NormRows
 

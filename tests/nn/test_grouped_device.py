@@ -23,7 +23,7 @@ from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import grouped_math
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
-from te_mx.dispatch.groups import col_sums_on_device, device_bounds, k_of
+from te_mx.dispatch.groups import col_sums_on_device, device_bounds
 
 ROWS, IN_GROUPS = "mxfp8_e4m3@rows", "mxfp8_e4m3@grouped_cols"
 
@@ -124,7 +124,7 @@ def test_products_without_looking(
             exact = values @ w.T + bias[i].numpy()
             slack = 2.0**-22 * (np.abs(exact) + bias[i].abs().numpy())
             oracles.assert_gemm(y[start:end], w, values, exact, slack)
-        parts = (k_of(q.col, start, end, i), k_of(g.col, start, end, i))
+        parts = (q.col.group(start, end, i), g.col.group(start, end, i))
         turned = [[t.t().contiguous().numpy() for t in part[:2]] for part in parts]
         oracles.assert_gemm(out[i], *(oracles.values(*part, "e4m3") for part in turned))
     assert bool((y[~covered] == 0).all())

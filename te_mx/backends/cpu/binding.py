@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import struct
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ _native: Any = None
 _reason: str | None = None
 
 
-def native() -> ModuleType | None:
+def native() -> Any:
     """The native module, imported at the first call; None when it was not built (`missing_reason`
     says more).
 

@@ -29,6 +29,11 @@ def why_not(
     return unknown(problem, (*LAYOUTS, *more), formats, MX_RULES, random)
 
 
+def why_not_empty(problem: Problem) -> str | None:
+    """Why nothing native runs where there is nothing to read."""
+    return "takes matrices that are not empty" if problem.empty else None
+
+
 def why_not_level(kernel: str, level: str, problem: Problem) -> str | None:
     """Why the level in use does not run a kernel."""
     if binding.kernel_available(kernel):

@@ -36,9 +36,8 @@ class FewRows:
         codes, scales = ROWS.shapes(spec_of(self.x_spec).format, p.m, p.k)
         self.scales = _aligned(codes[0] * codes[1])
         self.rest = self.scales + _aligned(scales[0] * scales[1])
-        native: Any = binding.native()
-        self.native = native
-        self.quantize = native.QuantizeArgs(
+        self.native = binding.native()
+        self.quantize = self.native.QuantizeArgs(
             x_rows=p.m, x_cols=p.k, x_dtype=FLOAT_DTYPES[p.dtype],
             **fields_to(self.x_spec, "", p.rule),
         )  # fmt: skip
@@ -102,7 +101,7 @@ class FewRows:
 class Frozen(FrozenKernel):
     """Inputs in MXFP8, weights in MXFP8 or MXFP4, as they lie."""
 
-    name = "cpu_frozen"
+    name, planner = "cpu_frozen", FewRows
     multiplies = False
 
     def accepts(self, problem: Problem) -> str | None:
@@ -122,9 +121,6 @@ class Frozen(FrozenKernel):
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The weight itself."""
         return row.checked("the weight") if row.layout is ROWS else None
-
-    def make_plan(self, problem: Problem) -> FewRows:
-        return FewRows(problem)
 
 
 def _aligned(nbytes: int) -> int:

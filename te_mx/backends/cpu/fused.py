@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import matrix, pointer
+from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not
+from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not, why_not_empty
 from te_mx.backends.cpu.quantize import empty_operand
 from te_mx.backends.native import BLOCKWISE, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormStep, Target
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
@@ -38,8 +37,7 @@ class _Ends:
     else values that the quantizer reads."""
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.specs = native, (p.lhs, p.rhs)
+        self.native, self.specs = binding.native(), (p.lhs, p.rhs)
         lie = p.lhs.partition("@")[2] in ("", "rows") and p.rhs.partition("@")[2] in ("", "cols")
         self.known = lie and is_native(Target(p.lhs, p.rhs, p.rule), MX + BLOCKWISE, MX_RULES)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if self.known else {}
@@ -69,11 +67,7 @@ class _Fused(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_empty(problem) or why_not_dtype(problem)
 
 
 class Norms(_Ends):
@@ -108,10 +102,7 @@ class Norms(_Ends):
 
 
 class CpuNorm(_Fused):
-    op = "norm_quantize"
-
-    def make_plan(self, problem: Problem) -> Norms:
-        return Norms(problem)
+    op, planner = "norm_quantize", Norms
 
 
 class CpuNormBackward(_Fused):
@@ -121,7 +112,7 @@ class CpuNormBackward(_Fused):
         self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        native: Any = binding.native()
+        native = binding.native()
         dz, x, weight = dz.contiguous(), _rows(x), weight.contiguous()
         mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
         rows, cols = x.shape
@@ -175,10 +166,7 @@ class Activations(_Ends):
 
 
 class CpuAct(_Fused):
-    op = "act_quantize"
-
-    def make_plan(self, problem: Problem) -> Activations:
-        return Activations(problem)
+    op, planner = "act_quantize", Activations
 
 
 for _kernel in (CpuNorm, CpuNormBackward, CpuAct):

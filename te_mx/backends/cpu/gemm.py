@@ -28,13 +28,12 @@ class Products:
     __slots__ = ("lhs", "native", "record", "rhs")
 
     def __init__(self, kernel: str, p: Problem) -> None:
-        native: Any = binding.native()
         number = binding.KERNEL_IDS[kernel]
-        self.native = native
+        self.native = binding.native()
         # Which packed forms these are.
         self.lhs = number, binding.ROLES["b"], p.m, p.k
         self.rhs = number, binding.ROLES["a"], p.n, p.k
-        self.record = native.GemmArgs(
+        self.record = self.native.GemmArgs(
             lhs_rows=p.m, lhs_k=p.k, rhs_rows=p.n, rhs_k=p.k, out_dtype=FLOAT_DTYPES[p.dtype],
             ldo=p.n, kernel=number, **fields_of(p.lhs, "lhs"), **fields_of(p.rhs, "rhs"),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
-from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.quantize import empty_operand
 from te_mx.backends.native import (
@@ -44,10 +44,6 @@ _MAGIC = b"te_mx.pg"
 HEADER_BYTES = _HEADER.size  # 64
 
 
-def _native() -> Any:
-    return binding.native()  # the envelope asked whether it is there
-
-
 def _strided(x: Tensor) -> tuple[Tensor, dict[str, int]]:
     """x with rows or columns that lie next to each other, as the quantizer reads them, and what a
     native record says of it."""
@@ -63,13 +59,13 @@ def _strided(x: Tensor) -> tuple[Tensor, dict[str, int]]:
 def _groups(bounds: Bounds) -> tuple[Any, Any]:
     """The native record of groups, and what it holds the addresses of."""
     (count, starts, ends), keep = bounds.addresses()
-    return _native().Groups(count=count, starts=starts, ends=ends), keep
+    return binding.native().Groups(count=count, starts=starts, ends=ends), keep
 
 
 def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
     """The tokens of all groups; None for what native code does not take."""
     _, _, row_spec, col_spec, rule, col_sum, seed = what
-    (rows, cols), groups, native = what.x.shape, len(bounds.ends), _native()
+    (rows, cols), groups, native = what.x.shape, len(bounds.ends), binding.native()
     _x, source = _strided(what.x)
     args = native.GroupedQuantizeArgs(
         seed=pointer(seed), threads=torch.get_num_threads(), **source,
@@ -99,7 +95,7 @@ def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
 def quantize_weights(what: QuantizeWeights) -> StackedParts | None:
     """The weights of all groups, which are not empty; None for what native code does not take."""
     weights, row_spec, col_spec, rule = what
-    groups, (rows, cols), native = len(weights), weights[0].shape, _native()
+    groups, (rows, cols), native = len(weights), weights[0].shape, binding.native()
     made: dict[str, Stack] = {}
     for side, spec, height, k in (("row", row_spec, rows, cols), ("col", col_spec, cols, rows)):
         if spec:
@@ -127,7 +123,7 @@ def packed_stride(kernel: str, stack: Stack) -> int:
     """Bytes of the packed form of one group; 0 when the kernel reads plain codes."""
     wide = words_of(stack.spec)[0] in BLOCK_ROWS
     sizes = stack.rows, stack.k
-    nbytes: int = _native().packed_bytes(KERNEL_IDS[kernel], ROLES["a"], *sizes, wide)
+    nbytes: int = binding.native().packed_bytes(KERNEL_IDS[kernel], ROLES["a"], *sizes, wide)
     return (nbytes + 63) // 64 * 64
 
 
@@ -136,7 +132,7 @@ def pack(stack: Stack, kernel: str) -> Tensor | None:
     stride = packed_stride(kernel, stack)
     if stride == 0:
         return None
-    groups, native = stack.groups, _native()
+    groups, native = stack.groups, binding.native()
     packed = torch.empty(HEADER_BYTES + groups * stride, dtype=torch.uint8, device=CPU)
     head = _HEADER.pack(_MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, stack.rows, stack.k, stride)
     packed[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -177,7 +173,7 @@ class GroupedGemmCall:
         out: Tensor, bias: Tensor | None = None, accumulate: bool = False,
     ) -> None:  # fmt: skip
         many, few = (KERNEL_IDS[name] for name in kernels)
-        native = _native()
+        native = binding.native()
         args = native.GroupedGemmArgs(
             lhs=record_of(native, lhs), rhs=record_of(native, rhs), ldo=out.shape[-1],
             along_k=isinstance(rhs, Operand), accumulate=accumulate, kernel=many,
@@ -195,14 +191,14 @@ class GroupedGemmCall:
 
     def workspace_bytes(self) -> int:
         """Scratch bytes that `run` needs: the native formula, the only one."""
-        nbytes: int = _native().workspace_bytes_grouped(self.args)
+        nbytes: int = binding.native().workspace_bytes_grouped(self.args)
         return nbytes
 
     def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
         """Run it; the names of the kernels that ran, joined by " + "; or None."""
         args = self.args
         args.workspace, args.workspace_bytes = pointer(workspace), nbytes
-        status, ran = _native().gemm_grouped(args)
+        status, ran = binding.native().gemm_grouped(args)
         return names_of(ran) if supported(status) else None
 
 
@@ -214,8 +210,7 @@ def names_of(ran: int) -> str:
 # ------------------------------------------------------------------------------------------ kernels
 def _why_not(problem: Problem, random: bool = False) -> str | None:
     reason = why_not(problem, "grouped_cols", blockwise=True, random=random)
-    if reason is None and problem.empty:
-        reason = "takes matrices that are not empty"
+    reason = reason or why_not_empty(problem)
     if reason is None and problem.ends == "device":
         reason = "needs ends of groups on the CPU"
     return reason

@@ -6,13 +6,11 @@ Experts of few rows run on the stream kernel of the level; a table may choose an
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from te_mx.backends.base import FLOAT_DTYPES, pointer, typed_address
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.grouped import few_and_many, names_of
 from te_mx.backends.native import record_of
@@ -29,7 +27,7 @@ _FEW = "few rows on "
 def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
     """Write the routed rows of p.out, whose lists the native code reads; the names of the kernels
     that ran. kernels: as of GroupedGemmCall."""
-    native: Any = binding.native()
+    native = binding.native()
     ids, experts, count, block_m, a_div, _ = p.routing
     bias = None if p.bias is None else p.bias.contiguous()
     weights = None if p.weights is None else p.weights.contiguous()
@@ -56,10 +54,7 @@ class CpuMoeGemm(Kernel):
     op, name = "moe_gemm", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True)
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        return reason
+        return why_not(problem, blockwise=True) or why_not_empty(problem)
 
     def note(self, problem: Problem) -> str:
         few = self._few_and_many()[1]
@@ -67,7 +62,11 @@ class CpuMoeGemm(Kernel):
 
     def configurations(self, problem: Problem) -> tuple[str, ...]:
         _, usual = few_and_many()
-        return tuple(f"{_FEW}{name}" for name in _of_level() if name != usual)
+        level = binding.ISA_LEVELS[binding.isa()]
+        levels = list(PANELS)  # higher ones first
+        able = levels[levels.index("amx" if level == "amx_emulated" else level) :]
+        names = (name for one in able for name in (f"{one}_stream", PANELS[one]))
+        return tuple(f"{_FEW}{name}" for name in names if name != usual)
 
     def _few_and_many(self) -> tuple[str, str]:
         many, few = few_and_many()
@@ -76,14 +75,6 @@ class CpuMoeGemm(Kernel):
     def run(self, p: RoutedGemm) -> str | None:
         ran = moe_gemm(p, self._few_and_many())
         return None if ran is None else ran or self.name
-
-
-def _of_level() -> list[str]:
-    """The kernels that the level in use can run, of higher levels first."""
-    level = binding.ISA_LEVELS[binding.isa()]
-    levels = list(PANELS)
-    able = levels[levels.index("amx" if level == "amx_emulated" else level) :]
-    return [name for one in able for name in (f"{one}_stream", PANELS[one])]
 
 
 register(CpuMoeGemm())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import UPRIGHT, pointer
+from te_mx.backends.base import UPRIGHT, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.native import fields_of, fields_to, words_of
-from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel, Plan
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -71,9 +69,8 @@ class Quantizer:
     __slots__ = ("col", "native", "record", "row", "sizes")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.row, self.col, self.sizes = native, p.lhs, p.rhs, (p.m, p.n)
-        self.record = native.QuantizeArgs(
+        self.native, self.row, self.col, self.sizes = binding.native(), p.lhs, p.rhs, (p.m, p.n)
+        self.record = self.native.QuantizeArgs(
             x_rows=p.m, x_cols=p.n, x_dtype=DTYPES[p.dtype], **fields_to(p.lhs, p.rhs, p.rule)
         )
 
@@ -114,11 +111,7 @@ class CpuQuantize(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True, columnwise=True, random=True)
         reason = reason or takes(problem.lhs, problem.rhs)
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_empty(problem) or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Plan:
         row, col = problem.lhs, problem.rhs
@@ -139,26 +132,19 @@ class CpuDequantize(Kernel):
     op, name = "dequantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True, columnwise=True)
-        if reason is None and problem.empty:
-            reason = "takes matrices that are not empty"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:  # fp64 is for tests: torch does it
-            reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        reason = why_not(problem, blockwise=True, columnwise=True) or why_not_empty(problem)
+        return reason or why_not_dtype(problem, "gives")  # fp64 is for tests: torch does it
 
     def run(
         self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor | None:
-        codes, scales, (rows, k) = (
-            operand.codes.contiguous(),
-            operand.scales.contiguous(),
-            operand[3:5],
-        )
+        codes, scales = operand.codes.contiguous(), operand.scales.contiguous()
+        rows, k = operand.rows, operand.k
         k_first = operand.layout.k_first
         out = into
         if out is None or k_first:
             out = cpu_memory.empty((k, rows) if k_first else (rows, k), dtype)
-        native: Any = binding.native()
+        native = binding.native()
         args = native.DequantizeArgs(
             codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k, out=out.data_ptr(),
             out_dtype=DTYPES[dtype], threads=torch.get_num_threads(), **fields_of(operand.spec),

@@ -5,22 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import Reference, fused_math
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep
-from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 
 
-class _Composed(Kernel):
-    name, rank = "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
-
-
-class NormComposed(_Composed):
+class NormComposed(Reference):
     op = "norm_quantize"
 
     def run(self, s: NormStep) -> NormParts:
@@ -28,7 +19,7 @@ class NormComposed(_Composed):
         return NormParts(mean, rstd, z if s.keep else None, run.quantized(z, s.target))
 
 
-class NormBackwardComposed(_Composed):
+class NormBackwardComposed(Reference):
     op = "norm_backward"
 
     def run(
@@ -38,7 +29,7 @@ class NormBackwardComposed(_Composed):
         return fused_math.normalize_backward(dz, x, weight, mean, rstd, dtype)
 
 
-class ActComposed(_Composed):
+class ActComposed(Reference):
     op = "act_quantize"
 
     def run(self, s: ActStep) -> ActParts:

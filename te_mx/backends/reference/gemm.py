@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import missing_reason
-from te_mx.backends.reference import torch_gemm
+from te_mx.backends.reference import Reference, torch_gemm
 from te_mx.dispatch.calls import Product, Ran
-from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
-from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
+from te_mx.dispatch.run import ZERO_SIZE
 
 
-class ReferenceGemm(Kernel):
+class ReferenceGemm(Reference):
     """Every format, layout and device."""
 
-    op, name, rank = "gemm", REFERENCE, 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
+    op = "gemm"
 
     def note(self, problem: Problem) -> str:
         return (missing_reason() or "") if problem.place.device == "cpu" else ""

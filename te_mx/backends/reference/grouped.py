@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends.reference import grouped_math
+from te_mx.backends.reference import Reference, grouped_math
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Quantize
 from te_mx.dispatch.fused import Target
@@ -23,25 +23,15 @@ from te_mx.dispatch.grouped_calls import (
 from te_mx.dispatch.groups import (
     Bounds,
     device_bounds,
-    first_scale_row,
     host_bounds,
-    k_of,
     known_to_host,
-    rows_of,
 )
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.kernels import Wants
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack, turned
-
-
-class _Reference(Kernel):
-    name, rank = "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
 
 
 def _bounds(groups: Groups, rows: int) -> Bounds | None:
@@ -52,16 +42,24 @@ def _bounds(groups: Groups, rows: int) -> Bounds | None:
 
 
 # ----------------------------------------------------------------------------------------- quantize
-class QuantizeGroupsReference(_Reference):
+class QuantizeGroupsReference(Reference):
     op = "quantize_grouped"
 
     def run(self, what: QuantizeGroups) -> Quantized:
         x, row, col = what.x, what.row, what.col
-        if row and col and _kind(row) != _kind(col):
+        packed = _is_packed(row or col)
+        if (
+            row
+            and col
+            and (
+                spec_of(row).format != spec_of(col).format
+                or ((packed or _is_packed(col)) and _alone(row) != _alone(col))
+            )
+        ):
             one = _direction(what, what.row, "", what.col_sum)
             other = _direction(what, "", what.col, False)
             return Quantized(one.row, other.col, one.col_sum)
-        bounds, packed = _bounds(what.groups, x.shape[0]), bool(_kind(row or col)[1])
+        bounds = _bounds(what.groups, x.shape[0])
         if bounds is None and packed:
             raise ValueError(
                 f"te_mx: only Hopper kernels write {row or col} in groups whose ends the device "
@@ -69,10 +67,10 @@ class QuantizeGroupsReference(_Reference):
             )
         if bounds is None:
             return grouped_math.quantize(what, *device_bounds(*what.groups, x.shape[0]))
-        return _packed(what, bounds) if packed else _plain(what, bounds)
+        return _by_groups(what, bounds)
 
 
-class ActGroupsReference(_Reference):
+class ActGroupsReference(Reference):
     """An activation, then the quantizer of groups, each by its own kernel."""
 
     op = "act_quantize_grouped"
@@ -85,10 +83,14 @@ class ActGroupsReference(_Reference):
         return _direction(asked, row, col, col_sum)
 
 
-def _kind(spec: str) -> tuple[str, str]:
-    """Format of a spec, and the layout of a group's part; "" for plain ones."""
+def _alone(spec: str) -> str:
+    """The spec of a group's part of tokens."""
     fmt, layout = spec_of(spec)
-    return fmt.name, layout.alone
+    return f"{fmt.name}@{layout.alone}"
+
+
+def _is_packed(spec: str) -> bool:
+    return not spec_of(spec).layout.exact
 
 
 def _direction(what: QuantizeGroups, row: str, col: str, col_sum: bool) -> Quantized:
@@ -102,33 +104,10 @@ def _direction(what: QuantizeGroups, row: str, col: str, col_sum: bool) -> Quant
     return run.run(problem, what._replace(row=row, col=col, col_sum=col_sum))
 
 
-def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
-    """One quantize a group, codes and scales that belong to no group 0."""
-    (rows, cols), groups, x = what.x.shape, len(bounds.ends), what.x
-    row = col = sums = None
-    if what.row:
-        row = Operand(*_zeroed(x, what.row, rows, cols, groups), what.row, rows, cols)
-    if what.col:
-        col = Operand(*_zeroed(x, what.col, cols, rows, groups), what.col, cols, rows)
-    if what.col_sum:
-        sums = x.new_zeros((groups, cols), dtype=torch.float32)
-    each = what.col.replace("@grouped_cols", "@cols")
-    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
-        made = run.quantize(_part(what, start, end, what.row, each))
-        if row is not None and made.row is not None:
-            row.codes[start:end], row.scales[start:end] = made.row.codes, made.row.scales
-        if col is not None and made.col is not None:
-            first = first_scale_row(start, i, col.format.block)
-            col.codes[start:end] = made.col.codes
-            col.scales[first : first + len(made.col.scales)] = made.col.scales
-        if sums is not None and made.col_sum is not None:
-            sums[i] = made.col_sum
-    return Quantized(row, col, sums)
-
-
-def _part(what: QuantizeGroups, start: int, end: int, row: str, col: str) -> Quantize:
+def _part(what: QuantizeGroups, start: int, end: int) -> Quantize:
     """The rows of one group, as a matrix whose elements are counted as in all of x."""
     x, rule = what.x[start:end], what.rule
+    row, col = (_alone(spec) if spec else "" for spec in (what.row, what.col))
     return Quantize(x, row, col, rule, what.col_sum, seed=what.seed, first=start)
 
 
@@ -139,10 +118,10 @@ def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:
     return codes.zero_(), scales.zero_()
 
 
-def _packed(what: QuantizeGroups, bounds: Bounds) -> Quantized:
-    """The same packed for Hopper: what its quantizer must produce."""
+def _by_groups(what: QuantizeGroups, bounds: Bounds) -> Quantized:
+    """One quantize a group, codes and scales that belong to no group 0: what Hopper's quantizer
+    must produce, too."""
     (rows, cols), groups, x = what.x.shape, len(bounds.ends), what.x
-    spec = _alone(what.row or what.col)
     row = col = sums = None
     if what.row:
         row = Operand(*_zeroed(x, what.row, rows, cols, groups), what.row, rows, cols)
@@ -153,19 +132,16 @@ def _packed(what: QuantizeGroups, bounds: Bounds) -> Quantized:
     for i, (start, end) in enumerate(zip(*bounds, strict=True)):
         if start == end:
             continue
-        made = run.quantize(
-            _part(what, start, end, spec if what.row else "", spec if what.col else "")
-        )
-        if row is not None and made.row is not None:
-            row.layout.put_group(row, made.row, start, end, i)
-        if col is not None and made.col is not None:
-            col.layout.put_group(col, made.col, start, end, i)
+        made = run.quantize(_part(what, start, end))
+        for whole, part in ((row, made.row), (col, made.col)):
+            if whole is not None and part is not None:
+                whole.layout.put_group(whole, part, start, end, i)
         if sums is not None and made.col_sum is not None:
             sums[i] = made.col_sum
     return Quantized(row, col, sums)
 
 
-class QuantizeWeightsReference(_Reference):
+class QuantizeWeightsReference(Reference):
     """One quantize a weight."""
 
     op = "quantize_weights"
@@ -190,7 +166,7 @@ def stacked(operands: list[Operand]) -> Stack:
     return Stack(codes, scales, first.spec, len(operands), first.rows, first.k)
 
 
-class ColumnsOfWeightsReference(_Reference):
+class ColumnsOfWeightsReference(Reference):
     """The codes of every weight where blocks are square, else what they decode to, quantized along
     the columns."""
 
@@ -225,7 +201,7 @@ class Names:
         return " + ".join(self.names) or run.ZERO_SIZE
 
 
-class GemmRowsReference(_Reference):
+class GemmRowsReference(Reference):
     op = "gemm_rows"
 
     def wants(self, problem: Problem) -> Wants:
@@ -243,7 +219,7 @@ class GemmRowsReference(_Reference):
             p.out[at:start].zero_()
             at = end
             if end > start:
-                own, weight = _own_rows(p.lhs, start, end, i), p.rhs.group(i)
+                own, weight = p.lhs.group(start, end, i), p.rhs.group(i)
                 if weight.layout.exact and not own.layout.exact and own.layout.takes(weight.format):
                     weight = run.convert(weight, f"{weight.format.name}@{own.layout.name}")
                 epilogue = Epilogue(bias=None if p.bias is None else p.bias[i])
@@ -252,20 +228,7 @@ class GemmRowsReference(_Reference):
         return str(ran)
 
 
-def _own_rows(lhs: Operand, start: int, end: int, group: int) -> Operand:
-    if lhs.layout.exact:
-        return rows_of(lhs, start, end)
-    part = lhs.layout.group_of(lhs, start, end, group)
-    return Operand(*part, _alone(lhs.spec), end - start, lhs.k)
-
-
-def _alone(spec: str) -> str:
-    """The spec of a group's part of packed tokens."""
-    fmt, layout = spec_of(spec)
-    return f"{fmt.name}@{layout.alone}"
-
-
-class GemmKReference(_Reference):
+class GemmKReference(Reference):
     op = "gemm_k"
 
     def run(self, p: GroupedK) -> str:
@@ -276,18 +239,10 @@ class GemmKReference(_Reference):
             return self.name
         ran = Names()
         for i, (start, end) in enumerate(zip(*bounds, strict=True)):
-            lhs, rhs = (own_k(side, start, end, i) for side in (p.lhs, p.rhs))
+            lhs, rhs = (side.group(start, end, i) for side in (p.lhs, p.rhs))
             epilogue = Epilogue(accumulate=p.accumulate)
             ran.note(run.gemm(lhs, rhs, epilogue, p.out[i], None, p.mode).name)
         return str(ran)
-
-
-def own_k(side: Operand, start: int, end: int, group: int) -> Operand:
-    """A group's part of an operand whose k is grouped."""
-    if side.layout.exact:
-        return k_of(side, start, end, group)
-    part = side.layout.group_of(side, start, end, group)
-    return Operand(*part, _alone(side.spec), side.rows, end - start)
 
 
 for _kernel in (

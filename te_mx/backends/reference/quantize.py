@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.backends.reference import Reference
 from te_mx.dispatch.calls import Quantize
-from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.linear import RestKernel
-from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.stochastic import random_bits
 from te_mx.layouts import spec_of
@@ -36,37 +35,23 @@ def _operand(x: Tensor, spec: str, rule: str, random: Tensor | None) -> Operand:
     return Operand(codes, scales, spec, rows, k)
 
 
-@torch.no_grad()
-def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The values [rows, k] of an operand, rounded once to dtype."""
-    return operand.values(dtype)
-
-
-class ReferenceQuantize(Kernel):
-    op, name, rank = "quantize", "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
+class ReferenceQuantize(Reference):
+    op = "quantize"
 
     def run(self, what: Quantize) -> Quantized:
         return quantize(what)
 
 
-class ReferenceDequantize(Kernel):
-    op, name, rank = "dequantize", "reference", 1000
+class ReferenceDequantize(Reference):
+    op = "dequantize"
 
-    def accepts(self, problem: Problem) -> str | None:
-        return None
-
+    @torch.no_grad()
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        return dequantize(operand, dtype)
+        return operand.values(dtype)
 
 
-class ReferenceConvert(Kernel):
-    op, name, rank = "convert", "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
+class ReferenceConvert(Reference):
+    op = "convert"
 
     def run(self, operand: Operand, spec: str) -> Operand:
         fmt, layout = spec_of(operand.spec)
@@ -75,13 +60,8 @@ class ReferenceConvert(Kernel):
         return Operand(codes, scales, spec, operand.rows, operand.k)
 
 
-class ReferenceRest(RestKernel):
+class ReferenceRest(Reference, RestKernel):
     """By rows, and read from whatever layout they lie in."""
-
-    name, rank = "reference", 1000
-
-    def accepts(self, problem: Problem) -> str | None:
-        return None
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
         return row

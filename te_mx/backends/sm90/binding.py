@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ _import_error: str | None = None
 _problems: dict[int, str | None] = {}
 
 
-def native() -> ModuleType | None:
+def native() -> Any:
     """The native module, imported at the first call; None when it was not built."""
     global _native, _import_error
     if _native is None and _import_error is None:

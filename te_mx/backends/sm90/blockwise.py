@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
+from te_mx.backends.base import why_not_dtype
 from te_mx.backends.native import BLOCKWISE, is_aligned, one_read
 from te_mx.backends.sm90 import split_k
-from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.envelope import not_adaptive, why_not, why_not_each, why_not_second
 from te_mx.backends.sm90.gemm import Products
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
 from te_mx.backends.sm90.quantize import HopperDequantize, Quantizer
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -67,20 +67,14 @@ def as_factors(operand: Operand, layout: str = LAYOUT) -> Operand:
 class BlockwiseQuantize(Kernel):
     """Both directions from one read."""
 
-    op, name = "quantize", NAME
+    op, name, planner = "quantize", NAME, Quantizer
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
         if reason is None and not (problem.lhs or problem.rhs):
             reason = "makes codes"
-        if reason is None:
-            reason = makes_both(problem.lhs, problem.rhs, problem.rule)
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
-
-    def make_plan(self, problem: Problem) -> Quantizer:
-        return Quantizer(problem)
+        reason = reason or makes_both(problem.lhs, problem.rhs, problem.rule)
+        return reason or why_not_dtype(problem)
 
 
 def why_not_sides(problem: Problem) -> str | None:
@@ -103,10 +97,7 @@ class BlockwiseConvert(Kernel):
     op, name = "convert", NAME
 
     def accepts(self, problem: Problem) -> str | None:
-        source, made = problem._replace(rhs=""), problem._replace(lhs=problem.rhs, rhs="")
-        return why_not(source, "rows", "cols", ALIGNED, formats=FORMATS) or why_not(
-            made, LAYOUT, formats=FORMATS
-        )
+        return why_not_each(problem, ("rows", "cols", ALIGNED), (LAYOUT,), FORMATS)
 
     def run(self, operand: Operand, spec: str) -> Operand:
         fmt, layout = spec_of(operand.spec)
@@ -126,11 +117,7 @@ class Blockwise(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
-        if reason is not None:
-            return reason
-        if problem.precision != "adaptive":
-            return f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return why_not_sides(problem)
+        return reason or not_adaptive(problem) or why_not_sides(problem)
 
     def wants(self, problem: Problem) -> Wants:
         return Wants(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))

@@ -4,14 +4,12 @@ many."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from te_mx import layouts
-from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
+from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, why_not_dtype
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, words_of
 from te_mx.backends.sm90 import binding, grouped
@@ -19,7 +17,7 @@ from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
 from te_mx.backends.sm90.layouts import SM90_FACTORS, SM90_FROZEN
-from te_mx.backends.sm90.layouts.tiles import BLOCK, TILE, apart, tile_element
+from te_mx.backends.sm90.layouts.tiles import BLOCK, TILE, tile_element
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import Problem, frozen_rows
@@ -48,18 +46,17 @@ class Decoded:
     __slots__ = ("index", "native", "nbytes", "record", "sizes")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.sizes = native, p.place.index, (p.m, p.n, p.k)
+        self.native, self.index, self.sizes = binding.native(), p.place.index, (p.m, p.n, p.k)
         x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (p.lhs, p.rhs))
         of_w = spec_of(p.rhs).format
         rule, epsilon = split_rule(p.rule)
-        self.record = native.DecodeArgs(
+        self.record = self.native.DecodeArgs(
             m=p.m, n=p.n, k=p.k, w_element=w, x_element=x, x_as_is=not p.lhs,
             factors=of_w.name in BLOCKWISE, factor_rows=of_w.scaling.block[0],
             rule=SCALE_RULES[rule],
             amax_epsilon=epsilon, exact=p.precision == "exact", ldo=p.n, device=self.index,
         )  # fmt: skip
-        self.nbytes = self.record.workspace_bytes = native.decode_workspace(p.m, p.k, p.groups)
+        self.nbytes = self.record.workspace_bytes = self.native.decode_workspace(p.m, p.k, p.groups)
 
     def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
         x, weight, bias, out_dtype, offs, act, gate = call
@@ -98,7 +95,7 @@ class Decode(FrozenKernel):
     """Weights of 8 or 4 bits as they lie for the GEMM, or plain; inputs quantized to FP8 with
     scales of the same kind, or of 16 bits as they are."""
 
-    name = DECODE
+    name, planner = DECODE, Decoded
     gates = GATED
 
     def accepts(self, problem: Problem) -> str | None:
@@ -116,9 +113,7 @@ class Decode(FrozenKernel):
             reason = f"multiplies what layout {lies} rounds, which precision 'exact' does not allow"
         if reason is None and in_tiles and problem.m > MOST_BESIDE_TILES:
             reason = f"takes at most {MOST_BESIDE_TILES} rows of weights that lie in tiles"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = "takes inputs in float32, bfloat16 and float16"
-        return reason
+        return reason or why_not_dtype(problem)
 
     def sums(self, problem: Problem) -> str:
         return self.name  # k is cut by the sizes of the weight alone
@@ -131,11 +126,8 @@ class Decode(FrozenKernel):
         each = map(row.group, range(row.groups)) if isinstance(row, Stack) else [row]
         if not all(map(_fits, each)):
             return None
-        codes = apart(row.codes, (row.codes.shape[-1] + 15) & -16)
-        return row._replace(codes=codes, scales=row.scales.contiguous())
-
-    def make_plan(self, problem: Problem) -> Decoded:
-        return Decoded(problem)
+        codes, scales = SM90_FROZEN.aligned(row.codes, row.scales)
+        return row._replace(codes=codes, scales=scales)
 
 
 def _fits(row: Operand) -> bool:

@@ -32,6 +32,21 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
     return None
 
 
+def why_not_each(
+    problem: Problem, lhs: tuple[str, ...], rhs: tuple[str, ...], formats: tuple[str, ...] = MX
+) -> str | None:
+    """As `why_not`, where the operands lie in layouts of their own."""
+    left, right = problem._replace(rhs=""), problem._replace(lhs=problem.rhs, rhs="")
+    return why_not(left, *lhs, formats=formats) or why_not(right, *rhs, formats=formats)
+
+
+def not_adaptive(problem: Problem) -> str | None:
+    """Why not, for kernels of precision "adaptive"."""
+    if problem.precision == "adaptive":
+        return None
+    return f"is for precision 'adaptive', this asks for {problem.precision!r}"
+
+
 def as_multiplied(problem: Problem) -> Problem:
     """A problem of products without the stochastic rounding of its left operand, an output
     gradient, where that is of MXFP4: the quantizers here round it, and pack it as any other. And

@@ -8,24 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, pointer
+from te_mx.backends.base import FLOAT_DTYPES, pointer, why_not_dtype
 from te_mx.backends.native import fields_to
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.envelope import not_adaptive, why_not_each, why_not_second
 from te_mx.backends.sm90.fused import makes
 from te_mx.backends.sm90.grouped import (
     expect,
     gemm_rows,
     groups_of,
     is_plain,
-    not_adaptive,
     pack_weights,
     quantize_groups,
     set_outputs,
 )
 from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES as DTYPES
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.grouped_calls import GroupedRows, Groups, QuantizeGroups
 from te_mx.dispatch.kernels import Kernel
@@ -53,7 +51,7 @@ class Sorted(NamedTuple):
 
 def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | None = None) -> Sorted:
     """Slots with ids of experts, `per_row` of which share a row of tokens."""
-    native: Any = binding.native()
+    native = binding.native()
     ids = ids.reshape(-1).contiguous()
     local = None if expert_map is None else expert_map.contiguous()
     made = Sorted(
@@ -73,12 +71,8 @@ def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | Non
 
 def why_not_sorted(problem: Problem) -> str | None:
     """Why no product with weights of experts runs in tiles."""
-    reason = why_not(problem._replace(rhs=""), "rows") or why_not(
-        problem._replace(lhs=problem.rhs, rhs=""), "rows", "sm90"
-    )
-    reason = reason or not_adaptive(problem)
-    if reason is None and problem.dtype not in DTYPES:
-        reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
+    reason = why_not_each(problem, ("rows",), ("rows", "sm90"))
+    reason = reason or not_adaptive(problem) or why_not_dtype(problem)
     if reason is None and problem.groups > MOST_EXPERTS:
         reason = f"sorts by at most {MOST_EXPERTS} experts, this has {problem.groups}"
     return reason or why_not_second(problem.rhs)
@@ -129,7 +123,7 @@ class HopperExperts(ExpertsKernel):
 
     def _activated(self, h: Tensor, spec: str, groups: Groups, what: Experts) -> Operand:
         """f(gate) * up of sorted h, quantized."""
-        native: Any = binding.native()
+        native = binding.native()
         (rows, width), act, dtype = h.shape, what.act, FLOAT_DTYPES[h.dtype]
         args = native.ActArgs(
             h_data=h.data_ptr(), h_rows=rows, h_cols=width, h_row_stride=width, h_dtype=dtype,

@@ -5,13 +5,12 @@ kernel behind it ask for its weights."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import matrix, pointer
+from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.native import FP4, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding
@@ -19,7 +18,6 @@ from te_mx.backends.sm90.binding import rows_of
 from te_mx.backends.sm90.blockwise import makes_both
 from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import (
     ACT_IDS,
     ActParts,
@@ -58,8 +56,7 @@ class _Ends:
     norm = False
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.problem = native, p.place.index, p
+        self.native, self.index, self.problem = binding.native(), p.place.index, p
         known = makes(p.lhs, p.rhs, p.rule, torch.bfloat16, self.norm)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if known else {}
 
@@ -73,10 +70,7 @@ class _Fused(Kernel):
     name = "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return why_not(problem._replace(lhs="", rhs="", rule="rceil")) or why_not_dtype(problem)
 
 
 class Norms(_Ends):
@@ -124,20 +118,16 @@ class Norms(_Ends):
 
 
 class HopperNorm(_Fused):
-    op = "norm_quantize"
-
-    def make_plan(self, problem: Problem) -> Norms:
-        return Norms(problem)
+    op, planner = "norm_quantize", Norms
 
 
 class NormGradients:
     """Gradients of normalizations of matrices of one size."""
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index = native, p.place.index
-        self.partial = native.norm_partial_sums(p.m)
-        self.record = native.NormGradArgs(
+        self.native, self.index = binding.native(), p.place.index
+        self.partial = self.native.norm_partial_sums(p.m)
+        self.record = self.native.NormGradArgs(
             dz_rows=p.m, dz_cols=p.n, x_rows=p.m, x_cols=p.n, inverse=inverse(p.n),
             device=self.index,
         )  # fmt: skip
@@ -174,10 +164,7 @@ class NormGradients:
 
 
 class HopperNormBackward(_Fused):
-    op = "norm_backward"
-
-    def make_plan(self, problem: Problem) -> NormGradients:
-        return NormGradients(problem)
+    op, planner = "norm_backward", NormGradients
 
 
 class Activations(_Ends):
@@ -193,12 +180,8 @@ class Activations(_Ends):
         computed, specs = dtype, self.specs(dtype)
         if h.dtype != dtype or (grad is not None and grad.dtype != dtype):
             # The value in fp32, rounded, quantized.
-            h, grad, computed, specs = (
-                h.to(_F32),
-                None if grad is None else grad.to(_F32),
-                _F32,
-                None,
-            )
+            h, grad = h.to(_F32), None if grad is None else grad.to(_F32)
+            computed, specs = _F32, None
         h = rows_of(h)
         (rows, width), device = h.shape, h.device
         cols = width // 2 if act.gated and grad is None else width
@@ -227,10 +210,7 @@ class Activations(_Ends):
 
 
 class HopperAct(_Fused):
-    op = "act_quantize"
-
-    def make_plan(self, problem: Problem) -> Activations:
-        return Activations(problem)
+    op, planner = "act_quantize", Activations
 
 
 class HopperNormRows(Kernel):
@@ -242,16 +222,14 @@ class HopperNormRows(Kernel):
         reason = why_not(problem)
         if reason is None and problem.m > FROZEN_ROWS:
             reason = f"takes at most {FROZEN_ROWS} rows"
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_dtype(problem)
 
     def run(self, step: NormRows) -> Tensor | None:
         x, weight, bias, norm, zero_centered, dtype = step
         x, weight = rows_of(x), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         z = torch.empty(x.shape, dtype=dtype, device=x.device)
-        native: Any = binding.native()
+        native = binding.native()
         args = native.NormRowsArgs(
             x=matrix(native, x), rms=norm.kind == "RMSNorm", zero_centered=zero_centered,
             eps=norm.eps, inverse=inverse(x.shape[1]), weight=weight.data_ptr(),

@@ -12,7 +12,7 @@ from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, LAYOUTS, pointer, set_
 from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.sm90 import binding, split_k, ways
-from te_mx.backends.sm90.envelope import as_multiplied, why_not, why_not_second
+from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
@@ -42,7 +42,7 @@ def operand_sums(operand: Operand) -> Tensor:
         values = Dequantizer(p).as_codes_lie(operand)
         assert values is not None
         return values.sum(0 if layout.k_first else 1)
-    native: Any = binding.native()
+    native = binding.native()
     sums = torch.empty(rows, dtype=_F32, device=device)
     nbytes = native.row_sums_workspace_bytes(rows, k, layout.k_first)
     args = native.RowSumsArgs(operand=record_of(native, operand), out=sums.data_ptr())
@@ -83,7 +83,7 @@ class Products:
         self, name: str, p: Problem, parts: int, tile: int = -1, full: bool = True,
         as_is: bool = False,
     ) -> None:  # fmt: skip
-        native: Any = binding.native()
+        native = binding.native()
         self.name, self.native, self.index = name, native, p.place.index
         self.tile, self.full = tile, full
         self.gemm = native.gemm_codes if as_is else native.gemm
@@ -185,9 +185,7 @@ class Adaptive(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
-        if reason is None and problem.precision != "adaptive":
-            reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return reason or why_not_second(problem.rhs)
+        return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
         layout = f"sm90:{problem.spread}"
@@ -235,33 +233,6 @@ class Adaptive(Kernel):
         way = ways.way_of(self.configuration)
         parts = self.parts(problem) if problem.split_k else 1
         return Products(ADAPTIVE, problem, parts, way.tile, way.full)
-
-
-class Exact(Kernel):
-    """Codes times scales as bf16, cuBLAS: for precision "exact", and for what the FP8 tensor cores
-    have no kernels for. bf16 holds every code times its scale exactly inside its own range (2^-133
-    to 2^128)."""
-
-    op, name, rank = "gemm", EXACT, 1
-
-    def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "rows", "cols")
-        if reason is None and problem.precision != "exact" and not why_not_second(problem.rhs):
-            reason = f"is for precision 'exact', this asks for {problem.precision!r}"
-        return reason
-
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "rows")
-
-    def prepares(self, m: int, n: int, k: int) -> bool:
-        return False
-
-    def note(self, problem: Problem) -> str:
-        why = why_not_second(problem.rhs) if problem.precision == "adaptive" else None
-        return f"{ADAPTIVE} {why}" if why else ""
-
-    def make_plan(self, problem: Problem) -> ExactProducts:
-        return ExactProducts(problem)
 
 
 class ExactProducts:
@@ -313,6 +284,30 @@ class ExactProducts:
         sums = torch.mm(left, right, out_dtype=_F32)
         bias_grad = operand_sums(p.lhs) if epilogue.bias_grad == "operand" else None
         return torch_gemm.finish(sums, bias_grad, epilogue, out, p.aux)
+
+
+class Exact(Kernel):
+    """Codes times scales as bf16, cuBLAS: for precision "exact", and for what the FP8 tensor cores
+    have no kernels for. bf16 holds every code times its scale exactly inside its own range (2^-133
+    to 2^128)."""
+
+    op, name, rank, planner = "gemm", EXACT, 1, ExactProducts
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, "rows", "cols")
+        if reason is None and problem.precision != "exact" and not why_not_second(problem.rhs):
+            reason = f"is for precision 'exact', this asks for {problem.precision!r}"
+        return reason
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants("rows", "rows")
+
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
+
+    def note(self, problem: Problem) -> str:
+        why = why_not_second(problem.rhs) if problem.precision == "adaptive" else None
+        return f"{ADAPTIVE} {why}" if why else ""
 
 
 register(Adaptive())

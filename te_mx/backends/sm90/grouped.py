@@ -20,7 +20,14 @@ from te_mx.backends.native import (
     words_of,
 )
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import as_multiplied, why_not, why_not_second, why_not_weights
+from te_mx.backends.sm90.envelope import (
+    as_multiplied,
+    not_adaptive,
+    why_not,
+    why_not_each,
+    why_not_second,
+    why_not_weights,
+)
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.backends.sm90.quantize import sums_too, why_not_randomly
@@ -47,10 +54,6 @@ def check_ends(groups: Groups, rows: int) -> None:
         host_bounds(*groups, rows)  # says what is wrong with them
 
 
-def _native() -> Any:
-    return binding.native()  # the envelope asked whether it is there
-
-
 def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     """End offsets on the device. Those of the CPU travel as arguments of a kernel: no copy from
     memory that a CUDA graph could not read again.
@@ -59,7 +62,9 @@ def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
         return offs.contiguous()
     there = torch.empty(len(offs), dtype=torch.int32, device=device)
     index = there.device.index
-    status = _native().upload_ends(offs.tolist(), there.data_ptr(), binding.stream(index), index)
+    status = binding.native().upload_ends(
+        offs.tolist(), there.data_ptr(), binding.stream(index), index
+    )
     expect(status, "end offsets")
     return there
 
@@ -74,7 +79,7 @@ def expect(status: int, what: str) -> None:
 
 def groups_of(offs: Tensor, capacity: int, rows: int) -> Any:
     """The native record of groups whose ends are on the device."""
-    return _native().Groups(
+    return binding.native().Groups(
         count=len(offs), rows=rows, ends=offs.data_ptr(), ends_int32=offs.dtype == torch.int32,
         capacity=capacity,
     )  # fmt: skip
@@ -101,14 +106,14 @@ def quantize_groups(what: QuantizeGroups, gather: Tensor | None = None) -> Quant
     else:
         rows = len(gather)
     x, offs = binding.rows_of(x), offs_on_device(offs, device)
-    args = _native().GroupedQuantizeArgs(
+    args = binding.native().GroupedQuantizeArgs(
         x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
         x_dtype=FLOAT_DTYPES[x.dtype], groups=groups_of(offs, capacity, rows), seed=pointer(seed),
         gather=pointer(gather), **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
     made, _partial = set_outputs(args, row_spec, col_spec, (rows, cols), offs, col_sum)
     binding.set_execution(args, device.index)
-    status = _native().quantize_grouped(args)
+    status = binding.native().quantize_grouped(args)
     expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
     return made
 
@@ -174,7 +179,7 @@ def _quantize_weights(what: QuantizeWeights) -> StackedParts:
     weights, row_spec, col_spec, rule = what
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
     addresses, stride, dtype, _alive = sources(weights)
-    args = _native().QuantizeArgs(
+    args = binding.native().QuantizeArgs(
         x_rows=rows, x_cols=cols, x_row_stride=stride, x_dtype=FLOAT_DTYPES[dtype],
         **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
@@ -186,15 +191,15 @@ def _quantize_weights(what: QuantizeWeights) -> StackedParts:
         col = binding.empty_stack(col_spec, groups, cols, rows, device)
         _set_side(args, "col", col)
     binding.set_execution(args, device.index)
-    status = _native().quantize_stacked(args, addresses)
+    status = binding.native().quantize_stacked(args, addresses)
     expect(status, f"{groups} weights of {(rows, cols)}")
     return row, col
 
 
 def _pack_args(weights: Stack, made: Stack) -> Any:
     """The native record of contiguous plain weights that are packed."""
-    args = _native().PackArgs(
-        operand=record_of(_native(), weights), out_codes=made.codes.data_ptr(),
+    args = binding.native().PackArgs(
+        operand=record_of(binding.native(), weights), out_codes=made.codes.data_ptr(),
         out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
         spread=spec_of(made.spec).layout.spread,  # type: ignore[attr-defined]
     )  # fmt: skip
@@ -211,7 +216,7 @@ def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread:
     made = binding.empty_stack(f"{weights.format.name}@sm90:{spread}", *sizes, offs.device)
     args = _pack_args(weights, made)
     args.groups = groups_of(offs, capacity, rows)
-    status = _native().pack_stacked(args)
+    status = binding.native().pack_stacked(args)
     expect(status, f"{weights.groups} plain weights of {sizes[1:]}")
     return made
 
@@ -238,7 +243,7 @@ def gemm_rows(p: GroupedRows, rhs: Stack) -> None:
     args = _gemm_args(p.lhs, rhs, len(p.out), rhs.rows, rhs.k, p.out)
     args.bias, args.bias_dtype = typed_address(bias)
     args.groups = groups_of(offs, p.groups.capacity, len(p.out))
-    status = _native().gemm_grouped(args)
+    status = binding.native().gemm_grouped(args)
     expect(status, f"groups of rows of {tuple(p.out.shape)} and {rhs.groups} weights")
 
 
@@ -251,13 +256,13 @@ def gemm_k(p: GroupedK, out: Tensor, first_rows: Sequence[int] = ()) -> None:
     args = _gemm_args(p.lhs, p.rhs, p.lhs.rows, p.rhs.rows, 0, out)
     args.along_k, args.accumulate = True, p.accumulate
     args.groups = groups_of(offs, p.groups.capacity, p.lhs.k)
-    status = _native().gemm_grouped(args, first_rows)
+    status = binding.native().gemm_grouped(args, first_rows)
     expect(status, f"products of {tuple(out.shape)}")
 
 
 def _gemm_args(lhs: Operand, rhs: Operand | Stack, m: int, n: int, k: int, out: Tensor) -> Any:
     """The native record of a grouped GEMM, but for groups."""
-    args = _native().GroupedGemmArgs(
+    args = binding.native().GroupedGemmArgs(
         lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(), lhs_rows=m, lhs_k=k,
         rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), rhs_rows=n, rhs_k=k,
         out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[-1],
@@ -309,9 +314,7 @@ class HopperColumnsOfWeights(Kernel):
     op, name = "columns_of_weights", "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(rhs=""), "rows") or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), "sm90"
-        )
+        reason = why_not_each(problem, ("rows",), ("sm90",))
         if reason is None and words_of(problem.lhs)[0] != words_of(problem.rhs)[0]:
             reason = "keeps the format"
         return reason or why_not_second(problem.rhs)
@@ -321,7 +324,7 @@ class HopperColumnsOfWeights(Kernel):
         made = binding.empty_stack(col, row.groups, row.k, row.rows, row.codes.device)
         args = _pack_args(row, made)
         args.groups_count, args.rule = row.groups, SCALE_RULES[rule]
-        status = _native().columns_of_stacked(args)
+        status = binding.native().columns_of_stacked(args)
         expect(status, f"the columns of {row.groups} plain weights of {(row.rows, row.k)}")
         return made
 
@@ -333,9 +336,7 @@ class HopperGemmRows(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         problem = as_multiplied(problem)
-        reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
-        )
+        reason = why_not_each(problem, ("sm90_rows",), ("sm90", "rows", "cols"))
         return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
@@ -353,12 +354,6 @@ class HopperGemmRows(Kernel):
             rhs = pack_weights(rhs, offs, capacity, rows, p.mode.spread)
         gemm_rows(p, rhs)
         return self.name
-
-
-def not_adaptive(problem: Problem) -> str | None:
-    if problem.precision == "adaptive":
-        return None
-    return f"is for precision 'adaptive', this asks for {problem.precision!r}"
 
 
 class HopperGemmK(Kernel):

@@ -1,6 +1,7 @@
 """Groups whose two directions are in different formats, as MXFP4BlockScaling has them: one launch
 of the quantizer for each direction. Columns of weights of codes in another format, as dgrad of
-frozen MXFP4 experts reads them: one launch that decodes, one that quantizes.
+frozen MXFP4 experts reads them: one launch that decodes, one that quantizes. Tokens that are
+quantized already, as they lie by rows.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from te_mx.backends.reference.grouped import stacked
+from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.grouped import (
+    HopperGemmRows,
     HopperQuantizeGroups,
     HopperQuantizeWeights,
     HopperRandomGroups,
@@ -17,7 +20,7 @@ from te_mx.backends.sm90.grouped import (
 )
 from te_mx.backends.sm90.quantize import HopperDequantize
 from te_mx.dispatch import run
-from te_mx.dispatch.grouped_calls import QuantizeGroups, QuantizeWeights, StackedParts
+from te_mx.dispatch.grouped_calls import GroupedRows, QuantizeGroups, QuantizeWeights, StackedParts
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -98,6 +101,37 @@ def _values_of(spec: str) -> torch.dtype:
     return spec_of(spec).format.exact_dtype
 
 
+class HopperGemmPlainRows(HopperGemmRows):
+    """Tokens are packed by groups from what they decode to, since only the quantizer packs by ends
+    that the device alone knows. Where the host knows them, a loop over the groups packs codes as
+    they are.
+
+    Quantizing a block by "rceil" again changes no value above 2^-133: the smallest scale is no
+    larger than the one that it had, and its codes times a power of two are codes there.
+    """
+
+    name, rank = "sm90_adaptive_plain", 1
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(rhs=""), "rows")
+        if reason is None and spec_of(problem.lhs).format.scaling.scale != "e8m0":
+            reason = f"takes tokens with power-of-two scales, not {spec_of(problem.lhs).format}"
+        if reason is None and problem.ends != "device":
+            reason = "is for ends of groups that the device alone knows"
+        packed = f"{spec_of(problem.lhs).format}@sm90_rows:{problem.spread}"
+        return reason or super().accepts(problem._replace(lhs=packed))
+
+    def run(self, p: GroupedRows) -> str:
+        fmt = p.lhs.format
+        values = run.dequantize(p.lhs, fmt.exact_dtype)
+        row = f"{fmt.name}@sm90_rows:{p.mode.spread}"
+        lhs = HopperQuantizeGroups().run(QuantizeGroups(values, p.groups, row, "", "rceil")).row
+        assert lhs is not None
+        super().run(p._replace(lhs=lhs))
+        return self.name
+
+
+register(HopperGemmPlainRows())
 register(HopperColumnsDecoded())
 register(HopperQuantizeGroupsApart())
 register(HopperQuantizeWeightsApart())

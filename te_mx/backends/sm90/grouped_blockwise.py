@@ -18,7 +18,13 @@ from te_mx.backends.sm90.blockwise import (
     makes_both,
     why_not_sides,
 )
-from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
+from te_mx.backends.sm90.envelope import (
+    not_adaptive,
+    why_not,
+    why_not_each,
+    why_not_second,
+    why_not_weights,
+)
 from te_mx.backends.sm90.grouped import (
     HopperGemmK,
     HopperMoveEnds,
@@ -26,7 +32,6 @@ from te_mx.backends.sm90.grouped import (
     HopperQuantizeWeights,
     check_ends,
     gemm_rows,
-    not_adaptive,
 )
 from te_mx.backends.sm90.layouts.factors import (
     SM90_FACTOR_K,
@@ -87,11 +92,7 @@ class BlockwiseGemmRows(Kernel):
     op, name, rank = "gemm_rows", NAME, 2
 
     def accepts(self, problem: Problem) -> str | None:
-        tokens = problem._replace(rhs="")
-        weights = problem._replace(lhs=problem.rhs, rhs="")
-        reason = why_not(tokens, ROWS, formats=FORMATS) or why_not(
-            weights, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS
-        )
+        reason = why_not_each(problem, (ROWS,), (LAYOUT, ALIGNED, "rows", "cols"), FORMATS)
         return reason or not_adaptive(problem) or why_not_sides(problem)
 
     def note(self, problem: Problem) -> str:

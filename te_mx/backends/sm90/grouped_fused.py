@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import matrix
+from te_mx.backends.base import matrix, why_not_dtype
 from te_mx.backends.native import fields_to
 from te_mx.backends.reference.grouped import ActGroupsReference
 from te_mx.backends.sm90 import binding
@@ -19,7 +19,6 @@ from te_mx.backends.sm90.grouped import (
     set_outputs,
 )
 from te_mx.backends.sm90.grouped_blockwise import BlockwiseQuantizeGroups
-from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.grouped_calls import ActGroups
 from te_mx.dispatch.kernels import Kernel
@@ -38,9 +37,7 @@ class HopperActGroups(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Any:
         p = problem
@@ -56,9 +53,13 @@ class ActsOfGroups:
     __slots__ = ("dtype", "index", "native", "record", "specs")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.dtype, self.specs = native, p.place.index, p.dtype, p[2:4]
-        self.record = native.ActArgs(
+        self.native, self.index, self.dtype, self.specs = (
+            binding.native(),
+            p.place.index,
+            p.dtype,
+            p[2:4],
+        )
+        self.record = self.native.ActArgs(
             h_rows=p.m, h_cols=p.n, h_dtype=DTYPES[p.dtype], out_dtype=DTYPES[p.dtype],
             device=self.index, **fields_to(p.lhs, p.rhs, p.rule),
         )  # fmt: skip

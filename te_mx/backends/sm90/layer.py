@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import not_adaptive, why_not
 from te_mx.backends.sm90.fused import makes
 from te_mx.backends.sm90.sequence import At, Place, Room, Source, Steps, Sums, Unfit, target
 from te_mx.dispatch.fused import ACT_IDS
@@ -582,9 +582,9 @@ class Layers(LayerKernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
-        if reason is None and problem.precision != "adaptive":
-            reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return reason or ("keeps K in one piece" if problem.split_k else None)
+        return (
+            reason or not_adaptive(problem) or ("keeps K in one piece" if problem.split_k else None)
+        )
 
     def make_plan(self, problem: LayerProblem) -> LayerPlan | None:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.linear_calls import ALIGNMENT, Calls, Form, Shape, Specs, form_of
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.backends.sm90 import blockwise
-from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
+from te_mx.backends.sm90.envelope import MX, not_adaptive, why_not, why_not_second
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch.linear import LinearKernel, LinearPlan, LinearProblem
@@ -34,10 +34,7 @@ class OneCall(LinearKernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, formats=self.formats)
-        if reason is None and problem.precision != "adaptive":
-            reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        if reason is None:
-            reason = self.why_not_formats(problem)
+        reason = reason or not_adaptive(problem) or self.why_not_formats(problem)
         return reason or ("keeps K in one piece" if problem.split_k else None)
 
     def why_not_formats(self, problem: Problem) -> str | None:

@@ -3,8 +3,6 @@ understand."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -67,7 +65,7 @@ class HopperMoeGemm(Kernel):
         return in_tiles(stack, problem.spread)
 
     def run(self, p: RoutedGemm) -> str | None:
-        native: Any = binding.native()
+        native = binding.native()
         ids, experts, count, block_m, a_div, _ = p.routing
         bias = None if p.bias is None else p.bias.contiguous()
         weights = None if p.weights is None else p.weights.contiguous()
@@ -95,7 +93,7 @@ class HopperMoeCombine(Kernel):
         positions: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Sums over the slots of each token, times weights: y[positions[r]] of slot r, or y[r]."""
-        native: Any = binding.native()
+        native = binding.native()
         tokens, n = len(y) // top_k, y.shape[1]
         out = torch.empty((tokens, n), dtype=dtype, device=y.device)
         args = native.MoeCombineArgs(
@@ -113,7 +111,7 @@ class HopperMoeAlign(Kernel):
         return why_not(problem)
 
     def run(self, p: Align) -> tuple[Tensor, Tensor, Tensor] | None:
-        native: Any = binding.native()
+        native = binding.native()
         ids, block_m, experts, local = p
         positions = capacity(len(ids), block_m, experts)
         blocks = -(-positions // block_m)

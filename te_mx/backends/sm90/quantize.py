@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import LAYOUTS, pointer
+from te_mx.backends.base import LAYOUTS, pointer, why_not_dtype
 from te_mx.backends.native import FP4, fields_of, fields_to, one_read, record_of, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import MX, why_not
-from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.backends.sm90.envelope import MX, why_not, why_not_each
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -29,10 +29,9 @@ class Quantizer:
     __slots__ = ("col", "index", "native", "record", "row", "sizes")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index = native, p.place.index
+        self.native, self.index = binding.native(), p.place.index
         self.row, self.col, self.sizes = p.lhs, p.rhs, (p.m, p.n)
-        self.record = native.QuantizeArgs(
+        self.record = self.native.QuantizeArgs(
             x_rows=p.m, x_cols=p.n, x_row_stride=p.n, x_dtype=DTYPES[p.dtype], device=self.index,
             **fields_to(p.lhs, p.rhs, p.rule),
         )  # fmt: skip
@@ -102,11 +101,7 @@ class HopperQuantize(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", "sm90")
-        if reason is None:
-            reason = one_read(problem.lhs, problem.rhs)
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
+        return reason or one_read(problem.lhs, problem.rhs) or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Quantizer:
         alone = problem.lhs and not problem.rhs and words_of(problem.lhs)[1] == "k_last"
@@ -135,13 +130,10 @@ class HopperRandomQuantize(Kernel):
     """With stochastic rounding to MXFP4, or after a Hadamard transform; both directions from one
     read of bfloat16 to MXFP4, each in a form of its own, whose rows are not transformed."""
 
-    op, name = "quantize", "sm90_random"
+    op, name, planner = "quantize", "sm90_random", RandomQuantizer
 
     def accepts(self, problem: Problem) -> str | None:
         return why_not_randomly(problem, HopperQuantize())
-
-    def make_plan(self, problem: Problem) -> Quantizer:
-        return RandomQuantizer(problem)
 
 
 def why_not_randomly(problem: Problem, plain: Kernel) -> str | None:
@@ -197,11 +189,10 @@ class Dequantizer:
     __slots__ = ("dtype", "index", "k_first", "native", "record", "shape")
 
     def __init__(self, p: Problem) -> None:
-        native: Any = binding.native()
-        self.native, self.index, self.dtype = native, p.place.index, p.dtype
+        self.native, self.index, self.dtype = binding.native(), p.place.index, p.dtype
         self.k_first = spec_of(p.lhs).layout.k_first
         self.shape = (p.n, p.m) if self.k_first else (p.m, p.n)
-        self.record = native.DequantizeArgs(
+        self.record = self.native.DequantizeArgs(
             rows=p.m, k=p.n, out_dtype=DTYPES[p.dtype], device=self.index, **fields_of(p.lhs)
         )
 
@@ -224,17 +215,12 @@ class Dequantizer:
 
 
 class HopperDequantize(Kernel):
-    op, name = "dequantize", "sm90"
+    op, name, planner = "dequantize", "sm90", Dequantizer
     formats = MX
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", formats=self.formats)
-        if reason is None and problem.dtype not in FLOAT_DTYPES:
-            reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
-        return reason
-
-    def make_plan(self, problem: Problem) -> Dequantizer:
-        return Dequantizer(problem)
+        return reason or why_not_dtype(problem, "gives")
 
 
 class HopperConvert(Kernel):
@@ -243,12 +229,10 @@ class HopperConvert(Kernel):
     op, name = "convert", "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem._replace(rhs=""), "rows", "cols") or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), "sm90"
-        )
+        return why_not_each(problem, ("rows", "cols"), ("sm90",))
 
     def run(self, operand: Operand, spec: str) -> Operand:
-        native: Any = binding.native()
+        native = binding.native()
         operand = operand.checked("operand")
         device = operand.codes.device
         with torch.inference_mode(False):  # what is packed may outlive the mode

@@ -58,7 +58,7 @@ class Frozen(ReferenceRest):
     def _pack(
         codes: Tensor, scales: Tensor, tiles: Tensor, words: Tensor, room: int
     ) -> tuple[Tensor, list[int]]:
-        native: Any = binding.native()
+        native = binding.native()
         aside = torch.empty((2, room), dtype=torch.int64, device=codes.device)
         counts = torch.zeros(2, dtype=torch.int64, device=codes.device)
         places = [part.data_ptr() for part in (codes, scales, tiles, words)]
@@ -71,7 +71,7 @@ class Frozen(ReferenceRest):
         return aside, counts.tolist()
 
     def plain(self, held: Operand | Stack) -> Parts:
-        native: Any = binding.native()
+        native = binding.native()
         held = held.checked("the weight")
         groups = held.codes.shape[:-2]
         codes, scales = (

@@ -110,7 +110,7 @@ class Steps:
         self.device, self.temp = device, temp
         self._numbers = {name: i for i, name in enumerate(arguments)}
         self._steps: list[tuple[str, tuple[Any, ...], list[tuple[int, str, int, int]]]] = []
-        self.native: Any = binding.native()
+        self.native = binding.native()
 
     def made(self) -> Any:
         """The sequence."""

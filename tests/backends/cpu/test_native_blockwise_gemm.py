@@ -23,7 +23,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
 from te_mx.dispatch.calls import Epilogue
-from te_mx.dispatch.groups import Bounds, k_of, rows_of
+from te_mx.dispatch.groups import Bounds
 from te_mx.layouts.operand import Operand as HouseOperand
 from te_mx.layouts.operand import Stack
 from te_mx.runtime import workspace
@@ -240,7 +240,7 @@ def test_groups_of_rows_are_the_loop(level: str, pow2: bool, packs: bool) -> Non
     out = torch.full((x.rows, 70), torch.nan)
     run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), x, stack, bounds, out))
     for i, (start, end) in enumerate(zip(bounds.starts, bounds.ends, strict=True)):
-        assert torch.equal(out[start:end], one(rows_of(x, start, end), weights[i]))
+        assert torch.equal(out[start:end], one(x.group(start, end), weights[i]))
     assert not out[ends[-1] :].any()
 
 
@@ -259,5 +259,5 @@ def test_groups_of_k_are_the_loop(level: str, pow2: bool) -> None:
     out = torch.full((len(COUNTS), 40, 90), torch.nan)
     run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), *sides, bounds, out))
     for i, (start, end) in enumerate(zip(bounds.starts, bounds.ends, strict=True)):
-        parts = [k_of(side, start, end, i) for side in sides]
+        parts = [side.group(start, end, i) for side in sides]
         assert torch.equal(out[i], one(*parts))

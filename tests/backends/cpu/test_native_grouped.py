@@ -20,7 +20,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
-from te_mx.dispatch.groups import Bounds, host_bounds, k_of, rows_of
+from te_mx.dispatch.groups import Bounds, host_bounds
 from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
@@ -88,7 +88,7 @@ def test_groups_of_rows(
     for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
         if end > start:
             expected[start:end] = gemm_2d(
-                rows_of(tokens, start, end), weights.group(i),
+                tokens.group(start, end), weights.group(i),
                 Epilogue(bias=None if bias is None else bias[i]), out_dtype=dtype,
             ).out  # fmt: skip
     for held in (weights, kept_stack(weights, Mode())):
@@ -114,7 +114,7 @@ def test_groups_of_k(
     expected = start_value.clone()
     for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
         gemm_2d(
-            k_of(b, start, end, i), k_of(a, start, end, i), Epilogue(accumulate=add),
+            b.group(start, end, i), a.group(start, end, i), Epilogue(accumulate=add),
             out=expected[i], out_dtype=dtype,
         )  # fmt: skip
     out = start_value.clone()
@@ -197,7 +197,7 @@ def test_many_groups_on_many_threads(threads, level: str) -> None:
         threads(count)
         for _ in range(3):
             equal(gemm_rows(tokens, weights, of, out_dtype=torch.float32), expected)
-    one, some = stacked([weights.group(0)]), rows_of(tokens, 0, 64)
+    one, some = stacked([weights.group(0)]), tokens.group(0, 64)
     alone = gemm_rows(some, one, Groups(torch.tensor([64])), out_dtype=torch.float32)
     equal(alone, gemm_2d(some, weights.group(0), out_dtype=torch.float32).out)
 

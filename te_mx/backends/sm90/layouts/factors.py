@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.sm90.layouts.groups import KGroups, RowGroups, shapes_k, shapes_rows
-from te_mx.backends.sm90.layouts.tiles import MULTIPLIED, TILE, apart, takes_wide
+from te_mx.backends.sm90.layouts.tiles import MULTIPLIED, TILE, takes_wide
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
 
@@ -31,7 +31,7 @@ class SM90Factors(Layout):
     """Codes as they are, scales in the order of steps along K."""
 
     name = "sm90_factors"
-    scale_dtype = torch.float32
+    scale_dtype, pitch = torch.float32, 16
 
     def takes(self, fmt: Format) -> bool:
         scaling = fmt.scaling
@@ -44,12 +44,6 @@ class SM90Factors(Layout):
             return (rows, k), (steps, (tiles + 1) & -2, TILE)
         return (rows, k), (steps, (tiles + 3) & -4)
 
-    def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
-        ld = (k + 15) & -16
-        codes = torch.empty((rows, ld), dtype=torch.uint8, device=device)
-        scales = torch.empty(self.shapes(fmt, rows, k)[1], dtype=torch.float32, device=device)
-        return codes if ld == k else codes[:, :k], scales
-
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """Of one matrix, or of several with their groups in front. Waits for no device."""
         *groups, rows, _ = codes.shape
@@ -57,21 +51,17 @@ class SM90Factors(Layout):
         packed = torch.ones((*groups, *shape), dtype=torch.float32, device=codes.device)
         flat = packed.flatten(-2) if len(shape) == 3 else packed
         flat[..., : scales.shape[-2]] = scales.transpose(-1, -2)
-        return self.aligned(codes, packed, k)
+        return self.aligned(codes, packed)
 
     def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         rows = fmt.scales_shape(len(codes), k)[0]
         return codes.contiguous(), scales.flatten(1)[:, :rows].t().contiguous()
 
-    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        """Rows of codes start a multiple of 16 bytes apart."""
-        return apart(codes, (k + 15) & -16), scales.contiguous()
-
 
 class _Grouped(Layout):
     """Tokens of groups."""
 
-    scale_dtype = torch.float32
+    scale_dtype, pitch = torch.float32, 16
     exact = False  # where a group lies, its ends say
     of_matrices = False
     alone = SM90Factors.name
@@ -79,10 +69,6 @@ class _Grouped(Layout):
 
     def takes(self, fmt: Format) -> bool:
         return takes_wide(fmt)
-
-    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        """As the quantizer left them, whatever hooks of saved tensors made of them."""
-        return apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
 
 
 class SM90FactorRows(RowGroups, _Grouped):
@@ -92,16 +78,6 @@ class SM90FactorRows(RowGroups, _Grouped):
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return (rows, k), (*shapes_rows(rows, k, groups)[1][:2], TILE)
-
-    def grouped_empty(
-        self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
-    ) -> Parts:
-        (_, ld), _ = shapes_rows(rows, k, groups)
-        codes = torch.empty((rows, ld), dtype=torch.uint8, device=device)
-        scales = torch.empty(
-            self.grouped_shapes(fmt, rows, k, groups)[1], dtype=torch.float32, device=device
-        )
-        return codes[:, :k], scales
 
 
 class SM90FactorColumns(KGroups, _Grouped):

@@ -176,7 +176,7 @@ class SM90Frozen(Layout):
     """What the tiles tell without the bytes that lie aside."""
 
     name = "sm90_frozen"
-    scale_dtype = torch.int32
+    scale_dtype, pitch = torch.int32, 16
     exact = False
     reads_as = ROUNDED
 
@@ -218,13 +218,6 @@ class SM90Frozen(Layout):
             before += one.rows
         codes, scales = torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts], 1)
         return first._replace(codes=codes, scales=scales, rows=before, packed=torch.cat(asides, 1))
-
-    def row_bytes(self, k: int) -> int | None:
-        return (k + 15) & -16
-
-    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        """Rows of codes start a multiple of 16 bytes apart."""
-        return tiles.apart(codes, (k + 15) & -16), scales.contiguous()
 
 
 SM90_FROZEN = SM90Frozen()

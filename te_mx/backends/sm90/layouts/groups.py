@@ -21,7 +21,6 @@ NaN). Weights are one operand of layout "sm90" a group, behind each other.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from te_mx.backends.sm90.layouts import tiles as packed_tiles
 from te_mx.backends.sm90.layouts.tiles import (
@@ -115,46 +114,33 @@ class KGroups(Layout):
 
 
 class _Grouped(Layout):
-    scale_dtype = torch.int32
+    family: str
+    scale_dtype, pitch = torch.int32, 16
     exact = False
     of_matrices = False
 
     def __init__(self, spread: int) -> None:
         check_spread(spread)
         self.spread = spread
+        self.name, self.alone = f"{self.family}:{spread}", f"sm90:{spread}"
 
     def takes(self, fmt: Format) -> bool:
         return packed_tiles.takes(fmt)
-
-    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        """As the quantizer left them, whatever hooks of saved tensors made of them."""
-        return packed_tiles.apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
 
 
 class SM90Rows(RowGroups, _Grouped):
     """Tokens whose rows are grouped."""
 
-    def __init__(self, spread: int) -> None:
-        super().__init__(spread)
-        self.name, self.alone = f"sm90_rows:{spread}", f"sm90:{spread}"
+    family = "sm90_rows"
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return (rows, k), shapes_rows(rows, k, groups)[1]
-
-    def grouped_empty(
-        self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
-    ) -> Parts:
-        codes, words = shapes_rows(rows, k, groups)
-        room = torch.empty(codes, dtype=torch.uint8, device=device)
-        return room[:, :k], torch.empty(words, dtype=torch.int32, device=device)
 
 
 class SM90Columns(KGroups, _Grouped):
     """Tokens whose k are grouped."""
 
-    def __init__(self, spread: int) -> None:
-        super().__init__(spread)
-        self.name, self.alone = f"sm90_k:{spread}", f"sm90:{spread}"
+    family = "sm90_k"
 
     def takes(self, fmt: Format) -> bool:
         return packed_tiles.takes(fmt) or takes_wide(fmt)

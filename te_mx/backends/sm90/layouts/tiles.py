@@ -74,8 +74,8 @@ class PackedOperand(NamedTuple):
 
 def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Shapes of codes and scales of a packed operand [rows, k]."""
-    steps, tiles = -(-k // TILE), -(-rows // TILE)
-    return (rows, -(-k // 16) * 16), (steps, tiles + tiles % 2, SCALE_WORDS)
+    # As bits: of the sizes of a graph's symbols divisions would become guards.
+    return (rows, (k + 15) & -16), ((k + 127) >> 7, ((rows + 255) >> 8) << 1, SCALE_WORDS)
 
 
 def check_spread(spread: int) -> None:
@@ -309,20 +309,10 @@ def block_bytes(scales: Tensor, k: int) -> Tensor:
     return exponents.repeat_interleave(TILE // BLOCK, 1)[:, : -(-k // BLOCK)].contiguous()
 
 
-def apart(codes: Tensor, ld: int) -> Tensor:
-    """Codes whose rows start ld bytes apart, the first where 16 bytes are read at once; copied if
-    they lie otherwise. Those of several groups lie behind each other."""
-    strides = (ld, 1) if codes.dim() == 2 else (codes.shape[1] * ld, ld, 1)
-    if codes.stride() == strides and codes.data_ptr() % 16 == 0:
-        return codes
-    room = torch.empty((*codes.shape[:-1], ld), dtype=torch.uint8, device=codes.device)
-    return room[..., : codes.shape[-1]].copy_(codes)
-
-
 class SM90Tiles(Layout):
     """Packed operands, with scales of a tile aligned where they differ by at most 2^spread."""
 
-    scale_dtype = torch.int32
+    scale_dtype, pitch = torch.int32, 16
     # Shifted codes are rounded; of MXFP4, values are kept and scale bytes are not.
     exact = False
     class_names = CLASS_NAMES
@@ -337,13 +327,6 @@ class SM90Tiles(Layout):
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         return (rows, k), packed_shapes(rows, k)[1]
-
-    def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
-        ld = (k + 15) & -16
-        codes = torch.empty((rows, ld), dtype=torch.uint8, device=device)
-        words = ((k + 127) >> 7, ((rows + 255) >> 8) << 1, SCALE_WORDS)
-        scales = torch.empty(words, dtype=torch.int32, device=device)
-        return codes if ld == k else codes[:, :k], scales
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         if takes_wide(fmt):
@@ -362,10 +345,3 @@ class SM90Tiles(Layout):
 
     def classes(self, fmt: Format, codes: Tensor, scales: Tensor) -> Tensor:
         return classes_of(codes, scales, fmt.name, self.spread)
-
-    def row_bytes(self, k: int) -> int | None:
-        return (k + 15) & -16
-
-    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        """Rows of codes start a multiple of 16 bytes apart."""
-        return apart(codes, (k + 15) & -16), scales.contiguous()
