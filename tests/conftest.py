@@ -4,6 +4,7 @@ print their seeds.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,13 @@ def pytest_report_header() -> list[str]:
     return [
         f"te_mx: torch {torch.__version__}, {torch.get_num_threads()} threads, native: {native}"
     ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_stay() -> None:
+    """What was imported is not walked by every collection of garbage, which tests may ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

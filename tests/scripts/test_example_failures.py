@@ -48,6 +48,10 @@ def child_that(monkeypatch: pytest.MonkeyPatch, does: str) -> None:
     ("options", "message"),
     [
         (["--eval-every", "-1"], "must be 0 or more, got 50 and -1"),
+        (["--save-every", "-1"], "must be 0 or more, got -1 and 40"),
+        (["--steps", "0"], "must be at least 1"),
+        (["--only", "fp32"], "needs --dtype fp32"),
+        (["--recipe", "fp6"], "invalid choice"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--lr", "nan"], "--lr must be above 0"),
         (["--lr", "0"], "--lr must be above 0"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -178,9 +177,6 @@ def test_rotary_embeddings_of_other_kinds_are_refused(tmp_path) -> None:
         decoding.build_on_meta(decoding.DecodeSettings("bf16", str(path)))
 
 
-def test_it_says_how_it_is_used() -> None:
-    made = subprocess.run(
-        [sys.executable, str(EXAMPLES / "generate.py"), "--tokens", "1"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 2 and "--tokens must be at least 2" in made.stderr
+def test_it_says_how_it_is_used(run_script, capsys) -> None:
+    assert run_script("generate.py", "--tokens", "1") == 2
+    assert "--tokens must be at least 2" in capsys.readouterr().err

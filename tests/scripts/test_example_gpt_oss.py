@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -105,9 +104,8 @@ def test_a_file_of_safetensors(tmp_path):
         assert "\n" not in str(said.value)
 
 
-def test_the_script():
-    command = [sys.executable, EXAMPLES / "gpt_oss_moe.py", "--activations", "mxfp8"]
-    done = subprocess.run([*command, "--tokens", "5"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "8 experts, 6.3 M elements, 0.5" in done.stdout and "mxfp4" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("next: ")
+def test_the_script(run_script, capsys):
+    assert run_script("gpt_oss_moe.py", "--activations", "mxfp8", "--tokens", "5") == 0
+    said = capsys.readouterr().out
+    assert "8 experts, 6.3 M elements, 0.5" in said and "mxfp4" in said
+    assert said.splitlines()[-1].startswith("next: ")
