@@ -7,6 +7,7 @@
 //   classes; codes of E4M3 by tables, as the tile's scales want them
 //
 // A thread has 8 x 8 elements, as in the quantizer, and draws once for both directions.
+#include "mxtile/sm90/shared.cuh"
 #include "quantize/random_codes.cuh"
 
 namespace te_mx::sm90 {
@@ -19,42 +20,53 @@ constexpr uint32_t kNanTable = 15;
 
 struct RandomSmem {
   QuantizeSmem q;
-  alignas(8) uint2 tables[16];  // of tile_codes(): of fp4.cuh's u, and of NaN
+  alignas(16) uint32_t row_by[4][128];        // what blocks of rows are multiplied by
+  alignas(16) uint32_t turn[kTileWarps][32];  // sign bits that transforms turn, of each warp
+  alignas(8) uint2 tables[16];                // of tile_codes(): of fp4.cuh's u, and of NaN
 };
 
-// What a thread knows about rounding.
-template <bool kRandom>
-struct Rounding {
-  bool clamps;  // a scale may be too small for the largest number
-  uint4 words[kRandom ? 8 : 1];
+// The random words of a thread's elements, those of the second four columns in shared memory.
+struct Draws {
+  uint2 words[8];   // of row k, of two pairs of columns
+  uint32_t parked;  // four vectors of this thread, kStep bytes apart
+  static constexpr int kStep = 16 * kQuantizeThreads;
 
-  // Codes of eight numbers, scaled and times kToSteps; `at` gives one by its place, rounded down or
-  // up, `random` the word that it draws from and whether from the upper half.
-  template <class Down, class Up, class Random>
-  __device__ __forceinline__ uint32_t magnitudes(const Down& down, const Up& up,
-                                                 const Random& random) const {
-    uint32_t w[8];
+  __device__ __forceinline__ Draws(QuantizeSmem& s, uint32_t row, int64_t col, uint2 key)
+      : parked(tile::smem_addr(&s.codes[0][0]) + 16 * threadIdx.x) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (kRandom) {
-        w[i] = step_by_chance(__float_as_uint(down(i)), random(i));
-      } else {
-        w[i] = step_nearest(__float_as_uint(down(i)), __float_as_uint(up(i)));
+    for (int r = 0; r < 8; r += 4) {
+      uint4 made[4];
+      draw(made, row + r, col, key);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        words[r + k] = make_uint2(made[k].x, made[k].y);
+        if (k % 2 == 0) continue;
+        tile::st_shared_u32x4(parked + kStep * ((r + k) / 2),
+                              make_uint4(made[k - 1].z, made[k - 1].w, made[k].z, made[k].w));
       }
     }
-    if (clamps) {
+  }
+  __device__ __forceinline__ void second_half() {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) w[i] = min(w[i], 0x07FFFFFFu);
+    for (int k = 0; k < 8; k += 2) {
+      const uint4 two = tile::ld_shared_u32x4(parked + kStep * (k / 2));
+      words[k] = make_uint2(two.x, two.y), words[k + 1] = make_uint2(two.z, two.w);
     }
-    return nibbles_of(w);
   }
-
-  // What row k and column c of a thread's elements draw, from bit 8 on.
-  __device__ __forceinline__ uint32_t drawn(int k, int c) const {
-    const uint4& w = words[kRandom ? k : 0];
-    const uint32_t word = c / 2 == 0 ? w.x : c / 2 == 1 ? w.y : c / 2 == 2 ? w.z : w.w;
-    return __byte_perm(word, 0, c % 2 == 0 ? 0x4104 : 0x4324);
+  // Of columns 2 j and 2 j + 1, each from bit 8 on.
+  __device__ __forceinline__ void of(uint32_t (&drawn)[2][8], int j) const {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t word = j % 2 == 0 ? words[k].x : words[k].y;
+      drawn[0][k] = __byte_perm(word, 0, 0x4104), drawn[1][k] = __byte_perm(word, 0, 0x4324);
+    }
   }
+};
+struct NoDraws {
+  template <class... Any>
+  __device__ __forceinline__ NoDraws(Any&&...) {}
+  __device__ __forceinline__ void second_half() {}
+  __device__ __forceinline__ void of(uint32_t (&)[2][8], int) const {}
 };
 
 __device__ __forceinline__ uint32_t part(const uint4& v, int i) {
@@ -76,80 +88,165 @@ __device__ __forceinline__ uint32_t nonzero_blocks(const uint32_t (&codes)[8]) {
   return found | __shfl_xor_sync(~0u, found, 2 * kBit);
 }
 
-// Codes of a thread's rows, and the entries of the blocks in rows folded_row() and the next one.
-template <bool kRandom>
-__device__ __forceinline__ BlockPair code_rows(uint32_t (&codes)[8], QuantizeSmem& s,
-                                               const uint32_t (&x)[8][4], const Place& at,
-                                               const QuantizeTask& a, const Rounding<kRandom>& by) {
-  using In = Input<Bf16>;
-  uint32_t m[4];
-#pragma unroll
-  for (int k = 0; k < 8; k += 2) {
-    m[k / 2] = In::larger_halves(
-        In::larger(In::larger(x[k][0], x[k][1]), In::larger(x[k][2], x[k][3])),
-        In::larger(In::larger(x[k + 1][0], x[k + 1][1]), In::larger(x[k + 1][2], x[k + 1][3])));
-  }
-  const uint32_t most = fold<Bf16, 1>(m);
-  BlockPair pair = block_pair<Bf16, kFmt>(most, a);
-  *reinterpret_cast<uint32_t*>(&s.row_factors.of[at.row_block][at.folded_row()]) = pair.factors;
-  __syncwarp();
-  const uint4 factors = *reinterpret_cast<const uint4*>(&s.row_factors.of[at.row_block][at.r]);
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const uint32_t factor = half_of(factors, k) * 0x10001u;
-    uint32_t scaled[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const __nv_bfloat162 r = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x[k][j]),
-                                       *reinterpret_cast<const __nv_bfloat162*>(&factor));
-      scaled[j] = *reinterpret_cast<const uint32_t*>(&r);
-    }
-    // Exact but far below the smallest code.
-    const auto steps = [&](int c) {
-      return __fmul_rz(c % 2 == 0 ? low_bf16(scaled[c / 2]) : high_bf16(scaled[c / 2]), kToSteps);
-    };
-    codes[k] =
-        with_signs(by.magnitudes(steps, steps, [&](int c) { return by.drawn(k, c); }),
-                   __byte_perm(x[k][0], x[k][1], 0x7531), __byte_perm(x[k][2], x[k][3], 0x7531));
-  }
-  if (__any_sync(~0u, pair.nan)) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) codes[k] = half_of(factors, k) == 0x7FFFu ? 0 : codes[k];
-  }
-  // Numbers of a block that the scales do not reach may be rounded up.
-  const uint32_t zeros = ~pair.entries & 0x01000100u;
-  if (__any_sync(~0u, zeros != 0 && (most & 0x7FFF7FFFu) != 0)) {
-    const uint32_t found = nonzero_blocks<1>(codes) >> (at.folded_row() - at.r);
-    pair.entries |= (found & 1) * kCounts | (found >> 1 & 1) * (kCounts << 16);
-  }
-  return pair;
+// Eight words of shared memory. NOTE: never kept in registers from column to column.
+__device__ __forceinline__ void load_eight(uint32_t (&to)[8], uint32_t from) {
+  const uint4 a = tile::ld_shared_u32x4(from), b = tile::ld_shared_u32x4(from + 16);
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
+  to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// Two numbers of bf16 a word, or what they are after the transform.
-__device__ __forceinline__ void load_columns(float (&v)[2][8], const uint32_t (&x)[8][4], int j) {
+// The rows of a thread: what their blocks are multiplied by, and codes that come together column by
+// column.
+template <bool kRandom>
+struct RowCodes {
+  uint32_t at_by;  // what the thread's rows are multiplied by, fp32 numbers or bf16 ones twice
+  // Of the warp: some factor times kToSteps is one that fp32 does not hold; some block is NaN, some
+  // is one that the scales do not reach and not of zeros.
+  bool far, nan, low;
+  uint32_t even[8], half[8];
+
+  __device__ __forceinline__ RowCodes(RandomSmem& s, const uint32_t (&x)[8][4], const Place& at,
+                                      const QuantizeTask& a)
+      : at_by(tile::smem_addr(&s.row_by[at.row_block][at.r])) {
+    using In = Input<Bf16>;
+    uint32_t m[4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[0][i] = low_bf16(x[i][j]), v[1][i] = high_bf16(x[i][j]);
+    for (int k = 0; k < 8; k += 2) {
+      m[k / 2] = In::larger_halves(
+          In::larger(In::larger(x[k][0], x[k][1]), In::larger(x[k][2], x[k][3])),
+          In::larger(In::larger(x[k + 1][0], x[k + 1][1]), In::larger(x[k + 1][2], x[k + 1][3])));
+    }
+    const uint32_t most = fold<Bf16, 1>(m);
+    const BlockPair pair = block_pair<Bf16, kFmt>(most, a);
+    s.q.row.add_blocks(at.folded_row(), at.row_block, pair.entries);
+    s.q.row.add_range(pair.entries);
+    nan = __any_sync(~0u, pair.nan);
+    low = __any_sync(~0u, (~pair.entries & 0x01000100u) != 0 && (most & 0x7FFF7FFFu) != 0);
+    far = kRandom && __any_sync(~0u, __vcmpgtu2(0x34003400u, pair.factors) != 0);
+    const auto by = [&](uint32_t factor) -> uint32_t {
+      if constexpr (kRandom) {
+        return __float_as_uint(
+            __fmul_rn(__uint_as_float(factor << 16), far ? kToSteps * 0x1p100f : kToSteps));
+      } else {
+        const uint32_t two = factor * 0x10001u;
+        const __nv_bfloat162 f = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&two),
+                                         __float2bfloat162_rn(kToNearestBf16));
+        return *reinterpret_cast<const uint32_t*>(&f);
+      }
+    };
+    tile::st_shared_u32x2(tile::smem_addr(&s.row_by[at.row_block][at.folded_row()]),
+                          by(pair.factors & 0xFFFF), by(pair.factors >> 16));
+  }
+
+  // Adds columns 2 j and 2 j + 1, v with any signs.
+  __device__ __forceinline__ void add(const uint32_t (&x)[8][4], float (&v)[2][8], int j,
+                                      const uint32_t (&drawn)[2][8], bool clamps) {
+    uint32_t by[8];
+    load_eight(by, at_by);
+    if (far) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[0][k] *= 0x1p-100f, v[1][k] *= 0x1p-100f;
+    }
+    uint32_t w[8][kRandom ? 2 : 1];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if constexpr (kRandom) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float steps = __fmul_rz(v[c][k], __uint_as_float(by[k]));
+          w[k][c] = step_by_chance(__float_as_uint(steps), drawn[c][k]);
+        }
+      } else {
+        w[k][0] = steps_nearest(x[k][j], *reinterpret_cast<const __nv_bfloat162*>(&by[k]));
+      }
+    }
+    if (clamps) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if constexpr (kRandom) {
+          w[k][0] = min(w[k][0], 0x07FFFFFFu), w[k][1] = min(w[k][1], 0x07FFFFFFu);
+        } else {
+          w[k][0] = __vminu2(w[k][0] & 0x000F000Fu, 0x00070007u);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (j % 2 == 0) {
+        even[k] = kRandom ? two_bytes<3>(w[k][0], w[k][kRandom]) : w[k][0];
+        continue;
+      }
+      // Four nibbles, the signs of odd columns in bit 3 of theirs, of even ones in bits 23 and 31.
+      uint32_t four;
+      if constexpr (kRandom) {
+        four = __byte_perm(even[k], w[k][1], 0x2271) * 16 + __byte_perm(even[k], w[k][0], 0x2270);
+      } else {
+        const uint32_t bytes = __byte_perm(even[k], w[k][0], 0x6420) & 0x07070707u;
+        four = tile::permute_bytes(bytes + (bytes >> 4), 0, 0x4420);
+      }
+      four |= __byte_perm(x[k][j - 1], x[k][j], 0x5173) & 0x80808080u;
+      if (j == 1) {
+        half[k] = four;
+      } else {
+        half[k] = __byte_perm(half[k], four, 0x5410) |
+                  (__byte_perm(half[k], four, 0x7632) >> 4 & 0x08080808u);
+      }
+    }
+  }
+
+  // The codes of all.
+  __device__ __forceinline__ void finish(uint32_t (&codes)[8], QuantizeSmem& s, const Place& at) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) codes[k] = half[k];
+    if (nan) {
+      uint32_t by[8];
+      load_eight(by, at_by);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) codes[k] = isnan(__uint_as_float(by[k])) ? 0 : codes[k];
+    }
+    if (low) {  // its numbers may be rounded up
+      const uint32_t found = nonzero_blocks<1>(codes) >> (at.folded_row() - at.r);
+      const uint32_t entries =
+          *reinterpret_cast<const uint32_t*>(&s.row.blocks[at.row_block][at.folded_row()]) |
+          (found & 1) * kCounts | (found >> 1 & 1) * (kCounts << 16);
+      s.row.add_blocks(at.folded_row(), at.row_block, entries);
+      s.row.add_range(entries);
+    }
+  }
+};
+
+// Two columns of bf16 numbers, with signs turned.
+__device__ __forceinline__ void load_columns(float (&v)[2][8], const uint32_t (&x)[8][4], int j,
+                                             uint32_t at_turn) {
+  uint32_t turn[8];
+  load_eight(turn, at_turn);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[0][i] = __uint_as_float(x[i][j] * 0x10000u + turn[i]);
+    v[1][i] = __uint_as_float((x[i][j] & 0xFFFF0000u) ^ turn[i]);
+  }
 }
 
 struct Transform {
   int size, place;
-  uint32_t signs;  // of the thread's rows, from bit 0 and from bit 16 on
+  uint32_t at_turn;  // the sign bits of the thread's rows
   bool whole, all_whole;
 
-  __device__ __forceinline__ Transform(const RandomParams& p, const Tile& t, const Place& at)
-      : size(p.size), place(at.lane_r), signs((p.signs >> (8 * at.lane_r) & 0xFF) * 0x10001u) {
+  __device__ __forceinline__ Transform(RandomSmem& s, const RandomParams& p, const Tile& t,
+                                       const Place& at)
+      : size(p.size), place(at.lane_r) {
+    uint32_t (&turn)[32] = s.turn[threadIdx.x / 32];
+    const int lane = threadIdx.x % 32;
+    turn[lane] = size == 0 ? 0 : p.signs << (31 - lane) & 0x80000000u;
+    at_turn = tile::smem_addr(turn + 8 * place);
     whole = (at.r & ~(size - 1)) + size <= t.rows;
     all_whole = __all_sync(~0u, whole);
   }
 
+  // Of two columns whose signs were turned.
   __device__ __forceinline__ void operator()(float (&v)[2][8], const uint32_t (&x)[8][4],
                                              int j) const {
-    if (size == 0) return load_columns(v, x, j);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t word = x[i][j] ^ (signs << (15 - i) & 0x80008000u);
-      v[0][i] = low_bf16(word), v[1][i] = high_bf16(word);
-    }
+    if (size == 0) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       butterfly<8>(v[c], size, place);
@@ -194,66 +291,99 @@ __device__ __forceinline__ uint32_t exponents_of(float m0, float m1, uint32_t ca
   return __vmaxu2(both, kFp4Emax * 0x10001u);
 }
 
-// Codes of a thread's columns, and the entries of the blocks in two of them: 2 lane_r and the next.
+// The columns of a thread, two at a time.
 template <bool kRandom>
-__device__ __forceinline__ BlockPair code_columns(uint32_t (&codes)[8], const uint32_t (&x)[8][4],
-                                                  const Place& at, const QuantizeTask& a,
-                                                  const Rounding<kRandom>& by,
-                                                  const Transform& transform) {
-  // The carry of bf16, and behind it nothing or all ones.
-  const uint32_t carry = a.rule == ScaleRule::rceil  ? 0x3FFFFFu
-                         : a.rule == ScaleRule::even ? 0x200000u
-                                                     : 0;
-  uint32_t mine = 0;
+struct ColumnCodes {
+  // What is added so that a rule carries into the exponent: the carry of bf16, and behind it
+  // nothing or all ones.
+  uint32_t carry;
+  bool clamps;
+  bool odd;  // of two columns this lane has the scale of the second
+
+  __device__ __forceinline__ ColumnCodes(const QuantizeTask& a, const Place& at, bool clamps)
+      : carry(a.rule == ScaleRule::rceil  ? 0x3FFFFFu
+              : a.rule == ScaleRule::even ? 0x200000u
+                                          : 0),
+        clamps(clamps),
+        odd(at.lane_r % 2 != 0) {}
+
+  // Codes of column c of two, scaled.
+  __device__ __forceinline__ uint32_t codes_of(const float (&v)[8], float factor,
+                                               const uint32_t (&drawn)[8]) const {
+    uint32_t w[8];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float v[2][8];
-    transform(v, x, j);
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kRandom) {
+        w[i] = step_by_chance(__float_as_uint(__fmul_rz(v[i], factor)), drawn[i]);
+      } else {
+        w[i] = step_nearest(__fmul_rn(v[i], factor));
+      }
+    }
+    if (clamps) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) w[i] = kRandom ? min(w[i], 0x07FFFFFFu) : min(w[i] & 0xFu, 7u);
+    }
+    return nibbles_of<kRandom ? 3 : 0>(w, v);
+  }
+
+  // What the numbers of a block are multiplied by.
+  static __device__ __forceinline__ float factor_of(uint32_t e) {
+    if constexpr (kRandom) return __fmul_rn(__uint_as_float((254 + kFp4Emax - e) << 23), kToSteps);
+    return __uint_as_float((254 + kFp4Emax - 21 - e) << 23);
+  }
+
+  __device__ __forceinline__ void add(uint32_t& first, uint32_t& second, float (&v)[2][8], int j,
+                                      const uint32_t (&drawn)[2][8], TileScales& scales,
+                                      const Place& at, const QuantizeTask& a) {
     float most[2] = {v[0][0], v[1][0]};
 #pragma unroll
     for (int i = 1; i < 8; ++i) {
       most[0] = tile::max_magnitude(most[0], v[0][i]);
       most[1] = tile::max_magnitude(most[1], v[1][i]);
     }
-    const uint32_t both = exponents_of(most[0], most[1], carry, a);
-    mine = at.lane_r == j ? both : mine;
-    const bool far = __any_sync(~0u, ((both + 0x00700070u) & 0x03000300u) != 0);
+    float m = tile::max_magnitude(odd ? most[1] : most[0],
+                                  __shfl_xor_sync(~0u, odd ? most[0] : most[1], 8));
+    m = tile::max_magnitude(m, __shfl_xor_sync(~0u, m, 16));
+    uint32_t e = ((__float_as_uint(m) & 0x7FFFFFFFu) + carry) >> 23;
+    float mine_by = factor_of(e), other_by = __shfl_xor_sync(~0u, mine_by, 8);
+    float by[2] = {odd ? other_by : mine_by, odd ? mine_by : other_by};
+    if (__any_sync(~0u, e - 4 > 136)) {
+      const uint32_t both = exponents_of(most[0], most[1], carry, a);
+      e = odd ? both >> 16 : both & 0xFFFF;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint32_t e = c == 0 ? both & 0xFFFF : both >> 16;
-      uint32_t field = 254 + kFp4Emax - e;
-      const uint32_t signs[2] = {
-          __byte_perm(__byte_perm(__float_as_uint(v[c][0]), __float_as_uint(v[c][1]), 0x73),
-                      __byte_perm(__float_as_uint(v[c][2]), __float_as_uint(v[c][3]), 0x73),
-                      0x5410),
-          __byte_perm(__byte_perm(__float_as_uint(v[c][4]), __float_as_uint(v[c][5]), 0x73),
-                      __byte_perm(__float_as_uint(v[c][6]), __float_as_uint(v[c][7]), 0x73),
-                      0x5410)};
-      // A factor that fp32 does not hold.
-      if (far && e > 140) {
-        field += 100;
+      for (int c = 0; c < 2; ++c) {
+        const uint32_t own = c == 0 ? both & 0xFFFF : both >> 16;
+        // A factor that fp32 does not hold.
+        const bool nan = own == kNotFinite, far = own > 140;
+        by[c] = factor_of(nan ? 127 : far ? own - 100 : own);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[c][i] = __fmul_rz(v[c][i], 0x1p-100f);
+        for (int i = 0; i < 8; ++i)
+          v[c][i] = nan ? 0.0f : far ? __fmul_rz(v[c][i], 0x1p-100f) : v[c][i];
       }
-      const float factor = __fmul_rn(__uint_as_float(field << 23), kToSteps);
-      const uint32_t n = by.magnitudes([&](int i) { return __fmul_rz(v[c][i], factor); },
-                                       [&](int i) { return __fmul_ru(fabsf(v[c][i]), factor); },
-                                       [&](int i) { return by.drawn(i, 2 * j + c); });
-      codes[2 * j + c] = with_signs(n, signs[0], signs[1]);
-      if (far && e == kNotFinite) codes[2 * j + c] = 0;
     }
+    first = codes_of(v[0], by[0], drawn[0]), second = codes_of(v[1], by[1], drawn[1]);
+    if (at.lane_r < 2) scales.blocks[at.band][at.c + 2 * j + at.lane_r] = static_cast<uint16_t>(e);
   }
-  BlockPair pair{mine - kFp4Emax * 0x10001u, 0, false};
-  const uint32_t nans = __vcmpgeu2(mine, kNotFinite * 0x10001u);
-  pair.nan = nans != 0;
-  pair.entries = ((pair.entries | kCounts * 0x10001u) & ~nans) | (0x00FF00FFu & nans);
-  const uint32_t e = pair.entries & 0x00FF00FFu;
-  if (__any_sync(~0u, (e & 0xFFFF) == 0 || e >> 16 == 0)) {
-    const uint32_t found = nonzero_blocks<8>(codes) >> (2 * at.lane_r);
-    pair.entries = e | (found & 1) * kCounts | (found >> 1 & 1) * (kCounts << 16);
+
+  // Makes entries of what add() left; whether one is of NaN.
+  __device__ __forceinline__ bool finish(TileScales& scales, const uint32_t (&codes)[8],
+                                         const Place& at) const {
+    __syncwarp();
+    const int c = at.c + 2 * at.lane_r;
+    const uint32_t e2 = *reinterpret_cast<const uint32_t*>(&scales.blocks[at.band][c]);
+    const uint32_t nans = __vcmpgeu2(e2, kNotFinite * 0x10001u);
+    uint32_t entries = ((e2 - kFp4Emax * 0x10001u) | kCounts * 0x10001u) & ~nans;
+    entries |= 0x00FF00FFu & nans;
+    const uint32_t e = entries & 0x00FF00FFu;
+    if (__any_sync(~0u, (e & 0xFFFF) == 0 || e >> 16 == 0)) {
+      const uint32_t found = nonzero_blocks<8>(codes) >> (2 * at.lane_r);
+      entries = e | (found & 1) * kCounts | (found >> 1 & 1) * (kCounts << 16);
+    }
+    scales.add_blocks(c, at.band, entries);
+    scales.add_range(entries);
+    return nans != 0;
   }
-  return pair;
-}
+};
 
 // Which tables the codes of eight blocks in rows from r on of an operand take, two in a word.
 __device__ __forceinline__ uint4 tables_of(const TileScales& s, const Shifts& shifts, int b, int r,
@@ -294,28 +424,37 @@ struct PlainRows {
   uint8_t* to;
   int64_t ld;
   int rows, width;
-  bool vectors, nibbles;
+  bool vectors;
 
   __device__ __forceinline__ PlainRows(const CodesOut& out, const Tile& t, const Place& at)
-      : ld(out.ld), vectors(out.vectors), nibbles(out.nibbles) {
-    const int half = nibbles ? 2 : 1;
-    to = out.codes + (t.r0 + at.r) * ld + (t.c0() + at.c) / half;
-    width = (t.last_col ? out.last_width : 128 / half) - at.c / half;
+      : ld(out.ld), vectors(out.vectors) {
+    const int half = out.nibbles ? 1 : 0;  // as a shift: of eight codes
+    to = out.codes + (t.r0 + at.r) * ld + ((t.c0() + at.c) >> half);
+    width = (t.last_col ? out.last_width : 128 >> half) - (at.c >> half);
     rows = width > 0 ? t.rows - at.r : 0;
   }
-  // Of codes of E4M3.
-  __device__ __forceinline__ void write(int k, uint2 w) {
-    if (k < rows) {
-      w = {tile::fp4_of_fp8x4(w.x), tile::fp4_of_fp8x4(w.y)};
-      if (nibbles) {
-        write_bytes(to, tile::pack_nibbles(w.x, w.y), width, vectors);
-      } else {
-        write_bytes(to, w, width, vectors);
-      }
-    }
+  template <class Word>
+  __device__ __forceinline__ void write(int k, Word w) {
+    if (k < rows) write_bytes(to, w, width, vectors);
     to += ld;
   }
 };
+
+// Writes the plain codes of columns, transposed, two a byte: staged as words of eight rows, 16-byte
+// chunks of 32 rows xored with (col / 8) % 8.
+__device__ __forceinline__ void write_col_words(const uint8_t (&codes)[128][128],
+                                                const CodesOut& out, const Tile& t) {
+  const int chunk = threadIdx.x % 4;
+  const int width = (t.last_row ? out.last_width : 64) - 16 * chunk;
+#pragma unroll
+  for (int c = threadIdx.x / 4; c < 128; c += 64) {
+    if (c >= t.cols || width <= 0) break;
+    const uint4 w = *reinterpret_cast<const uint4*>(&codes[c][16 * (chunk ^ c / 8 % 8)]);
+    uint8_t* const to = out.codes + (t.c0() + c) * out.ld + t.k0() / 2 + 16 * chunk;
+    write_bytes(to, make_uint2(w.x, w.y), width, out.vectors);
+    if (width > 8) write_bytes(to + 8, make_uint2(w.z, w.w), width - 8, out.vectors);
+  }
+}
 
 template <bool kRandom>
 __global__ void __launch_bounds__(kQuantizeThreads, 2)
@@ -338,77 +477,93 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
     smem.tables[threadIdx.x] = threadIdx.x == kNanTable ? make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu)
                                                         : make_uint2(table.low, table.high);
   }
+  // The slots of load_patch() lie where draws are parked.
+  if (kRandom && !p.x_vectors) __syncthreads();
+  std::conditional_t<kRandom, Draws, NoDraws> draws(
+      s, all.first + static_cast<uint32_t>(t.r0 + at.r), t.c0() + at.c,
+      kRandom ? key_of(all.seed) : make_uint2(0, 0));
   const bool sums = p.a.col_sum != nullptr;
   if (sums) sum_cols<Bf16>(s.sums, x, at);
 
-  Rounding<kRandom> by;
-  by.clamps = p.a.rule != ScaleRule::rceil;
-  if constexpr (kRandom) {
-    draw(by.words, all.first + static_cast<uint32_t>(t.r0 + at.r), t.c0() + at.c, key_of(all.seed));
-  }
+  const bool clamps = p.a.rule != ScaleRule::rceil;  // a scale may be too small
   uint32_t row_codes[8], col_codes[8];
+  RowCodes<kRandom> rows(smem, x, at, p.a);
+  ColumnCodes<kRandom> cols(p.a, at, clamps);
+  const Transform transform(smem, all, t, at);
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float v[2][8];
+    uint32_t drawn[2][8];
+    load_columns(v, x, j, transform.at_turn);
+    if (j == 2) draws.second_half();
+    draws.of(drawn, j);
+    if (p.row.enabled) {
+      rows.add(x, v, j, drawn, clamps);
+      if (rows.far) load_columns(v, x, j, transform.at_turn);
+    }
+    if (p.col.enabled) {
+      transform(v, x, j);
+      cols.add(col_codes[2 * j], col_codes[2 * j + 1], v, j, drawn, s.col, at, p.a);
+    }
+  }
   bool nan = false;
   if (p.row.enabled) {
-    const BlockPair pair = code_rows(row_codes, s, x, at, p.a, by);
-    s.row.add_blocks(at.folded_row(), at.row_block, pair.entries);
-    s.row.add_range(pair.entries);
-    nan = pair.nan;
+    rows.finish(row_codes, s, at);
+    nan = rows.nan;
   }
   if (p.col.enabled) {
-    const Transform transform(all, t, at);
-    const BlockPair pair = code_columns(col_codes, x, at, p.a, by, transform);
-    s.col.add_blocks(at.c + 2 * at.lane_r, at.band, pair.entries);
-    s.col.add_range(pair.entries);
-    nan |= pair.nan;
+    nan |= cols.finish(s.col, col_codes, at);
   }
   nan = __syncthreads_or(nan);
   const TileClasses classes = finish_scales<kFmt, true>(p, s, t, sums);
 
-  if (p.row.enabled) {
-    const Shifts shifts(s.row, classes.row_exponent, p.row.packed, classes.row);
+  if (p.row.packed) {
+    const Shifts shifts(s.row, classes.row_exponent, true, classes.row);
     const uint4 tables = tables_of(s.row, shifts, at.row_block, at.r, nan);
-    const auto code = [&](int k) {
-      return tile_codes(row_codes[k], smem.tables[half_of(tables, k)]);
-    };
-    if (p.row.packed) {
-      RowWriter out(p.row, t, at);
+    RowWriter out(p.row, t, at);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) out.write(k, code(k));
-    } else {
-      PlainRows out(p.row, t, at);
+    for (int k = 0; k < 8; ++k)
+      out.write(k, tile::Fp4Table(smem.tables[half_of(tables, k)]).eight(row_codes[k]));
+  } else if (p.row.enabled) {
+    PlainRows out(p.row, t, at);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) out.write(k, code(k));
-    }
+    for (int k = 0; k < 8; ++k) out.write(k, row_codes[k]);
   }
   if (!p.col.enabled) return;
-  const Shifts shifts(s.col, classes.col_exponent, p.col.packed, classes.col);
-  const uint4 tables = tables_of(s.col, shifts, at.band, at.c, nan);
-  uint2 cols[8];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) cols[c] = tile_codes(col_codes[c], smem.tables[half_of(tables, c)]);
   if (p.a.col_lies_as_x) {
-    const auto turn = [&](int c, uint32_t uint2::* half) {
-      tile::transpose_bytes(cols[c].*half, cols[c + 1].*half, cols[c + 2].*half, cols[c + 3].*half);
+    // Bytes of two rows each, as rows of eight columns.
+    const auto turn = [&](int c) {
+      tile::transpose_bytes(col_codes[c], col_codes[c + 1], col_codes[c + 2], col_codes[c + 3]);
     };
-    turn(0, &uint2::x), turn(4, &uint2::x), turn(0, &uint2::y), turn(4, &uint2::y);
+    turn(0), turn(4);
     PlainRows out(p.col, t, at);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      out.write(
-          k, k < 4 ? make_uint2(cols[k].x, cols[k + 4].x) : make_uint2(cols[k - 4].y, cols[k].y));
+      const uint32_t left = col_codes[k / 2] >> (4 * (k % 2)) & 0x0F0F0F0Fu;
+      const uint32_t right = col_codes[k / 2 + 4] >> (4 * (k % 2)) & 0x0F0F0F0Fu;
+      out.write(k, make_uint2(left, right));
     }
     return;
   }
-  uint8_t* const to = &s.codes[at.c][16 * (at.r / 16 ^ at.c / 8 % 8) + at.r % 16];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) *reinterpret_cast<uint2*>(to + 128 * c) = cols[c];
-  __syncthreads();
+  const int swizzle = at.c / 8 % 8;
   if (p.col.packed) {
+    const Shifts shifts(s.col, classes.col_exponent, true, classes.col);
+    const uint4 tables = tables_of(s.col, shifts, at.band, at.c, nan);
+    uint8_t* const to = &s.codes[at.c][16 * (at.r / 16 ^ swizzle) + at.r % 16];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      *reinterpret_cast<uint2*>(to + 128 * c) =
+          tile::Fp4Table(smem.tables[half_of(tables, c)]).eight(col_codes[c]);
+    }
+    __syncthreads();
     write_cols<false>(s.codes, p.col, t);
-  } else if (p.col.nibbles) {
-    write_col_nibbles(s.codes, p.col, t);
   } else {
-    write_cols<true>(s.codes, p.col, t);
+    uint8_t* const to = &s.codes[at.c][16 * (at.band ^ swizzle) + 4 * at.lane_r];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) *reinterpret_cast<uint32_t*>(to + 128 * c) = col_codes[c];
+    __syncthreads();
+    write_col_words(s.codes, p.col, t);
   }
 }
 

@@ -81,34 +81,53 @@ inline constexpr float kToSteps = 0x1p-126f;
 __device__ __forceinline__ uint32_t step_by_chance(uint32_t bits, uint32_t random) {
   return bits * 4 + random;
 }
-// The same to nearest even, of the sum of its bits when it is rounded down and when it is rounded
-// up: 23 bits of fraction, the last one of which tells that there is more.
-__device__ __forceinline__ uint32_t step_nearest(uint32_t down, uint32_t up) {
-  const uint32_t sum = (down & 0x7FFFFFFFu) + (up & 0x7FFFFFFFu);
-  return (sum + (sum >> 23 & 1)) * 2 + 0x7FFFFEu;
+
+// To nearest even, as sums with what cuts them off at a step: of a number v in units of which there
+// are kHalf in the smallest code, 2^(2 - the bits of fraction), the sum with 2, or with as many
+// steps as there are in 2 where those are larger. Its last bits count steps, and twice the bits of
+// its exponent above 128 are the codes below those.
+// Of fp32: the code in byte 0.
+inline constexpr float kToNearest = 0x1p-21f;
+__device__ __forceinline__ uint32_t step_nearest(float v) {
+  const uint32_t magic =
+      max((__float_as_uint(v) & 0x7F800000u) + (22u << 23), __float_as_uint(2.0f));
+  const uint32_t sum = __float_as_uint(__fadd_rn(fabsf(v), __uint_as_float(magic)));
+  return sum + (sum >> 22);
+}
+// Of two bf16 numbers times a factor, which has kToNearestBf16 in it: codes in the lower
+// halves of bytes 0 and 2.
+inline constexpr float kToNearestBf16 = 0x1p-5f;
+__device__ __forceinline__ uint32_t steps_nearest(uint32_t x, __nv_bfloat162 factor) {
+  const auto bf16 = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
+  const auto bits_of = [](__nv_bfloat162 v) { return *reinterpret_cast<const uint32_t*>(&v); };
+  const uint32_t scaled = bits_of(__hmul2(bf16(x), factor));
+  const uint32_t magic = __vmaxu2((scaled & 0x7F807F80u) + 0x03000300u, 0x40004000u);
+  const uint32_t sum = bits_of(__hfma2(bf16(x), factor, bf16(magic | (x & 0x80008000u))));
+  return sum + (sum >> 6);
 }
 
-// Bytes 3 of eight words, at most 7, as nibbles.
-__device__ __forceinline__ uint32_t nibbles_of(const uint32_t (&w)[8]) {
-  const auto upper = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    return __byte_perm(__byte_perm(a, b, 0x73), __byte_perm(c, d, 0x73), 0x5410);
+// Byte kByte, at most 127, of two words or of four.
+template <int kByte>
+__device__ __forceinline__ uint32_t two_bytes(uint32_t a, uint32_t b) {
+  return tile::permute_bytes(a, b, 0xCC40u + kByte * 0x1111u);
+}
+template <int kByte>
+__device__ __forceinline__ uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(two_bytes<kByte>(a, b), two_bytes<kByte>(c, d), 0x5410);
+}
+
+// Eight codes as plain rows have them, the first in the lowest bits, of magnitudes in bytes kByte
+// and the signs of fp32 numbers.
+template <int kByte>
+__device__ __forceinline__ uint32_t nibbles_of(const uint32_t (&w)[8], const float (&v)[8]) {
+  const auto sign = [&v](int a, int b, int c, int d) {
+    const auto bits = [&v](int i) { return __float_as_uint(v[i]); };
+    return __byte_perm(__byte_perm(bits(a), bits(b), 0x73), __byte_perm(bits(c), bits(d), 0x73),
+                       0x5410);
   };
-  return upper(w[1], w[3], w[5], w[7]) * 16 + upper(w[0], w[2], w[4], w[6]);
-}
-
-// Eight codes: magnitudes as nibbles, and in bit 3 of them signs, those of the first four from
-// nibble 1 on, of the others from nibble 0 on, every other one. `first`, `rest`: the signs of four
-// in bit 7 of bytes.
-__device__ __forceinline__ uint32_t with_signs(uint32_t nibbles, uint32_t first, uint32_t rest) {
-  const uint32_t signs = (first & 0xF0F0F0F0u) | (rest >> 4 & 0x0F0F0F0Fu);
-  return (nibbles & 0x77777777u) | (signs & 0x88888888u);
-}
-
-// Codes of E4M3 of eight codes by a table of these for magnitudes.
-__device__ __forceinline__ uint2 tile_codes(uint32_t codes, uint2 table) {
-  const uint32_t magnitudes = codes & 0x77777777u;
-  return {tile::permute_bytes(table.x, table.y, magnitudes) | (codes & 0x80808080u),
-          tile::permute_bytes(table.x, table.y, magnitudes >> 16) | (codes << 4 & 0x80808080u)};
+  const uint32_t magnitudes =
+      four_bytes<kByte>(w[1], w[3], w[5], w[7]) * 16 + four_bytes<kByte>(w[0], w[2], w[4], w[6]);
+  return magnitudes | (sign(1, 3, 5, 7) & 0x80808080u) | (sign(0, 2, 4, 6) >> 4 & 0x08080808u);
 }
 
 // Both directions from one read, of bf16 to MXFP4; the columns alone are transformed.
