@@ -67,7 +67,9 @@ def grad_target(
         queue = layer._wgrad_queue()
     owners = owners_of(layer, parameters, owned)
     delay = layer.delay_wgrad_compute
-    if not all(p.is_leaf or (hasattr(p, "main_grad") and not delay) for p in parameters):
+    for parameter in parameters:
+        if parameter.is_leaf or (hasattr(parameter, "main_grad") and not delay):
+            continue
         which = "delay_wgrad_compute" if delay else "fuse_wgrad_accumulation"
         raise RuntimeError(
             f"{layer._label()}: {which}=True needs weights that are parameters, but something "
