@@ -364,8 +364,12 @@ def linear_wgrad(args) -> int:
 
 
 # ------------------------------------------------------------------------------------- fused steps
-def _vector(address: int, size: int) -> Tensor | None:
-    return at(address, (size,), torch.float32) if address else None
+def _vector(address: int, size: int, dtype: int = FLOAT_DTYPES[torch.float32]) -> Tensor | None:
+    return at(address, (size,), _DTYPES[dtype]) if address else None
+
+
+def _in_fp32(address: int, size: int, dtype: int) -> Tensor | None:
+    return _vector(address, size, dtype).float() if address else None
 
 
 def normalize(args) -> int:
@@ -374,8 +378,8 @@ def normalize(args) -> int:
     at(args.counters, (4 * -(-rows // 128),)).fill_(0xFF)
     kind = Norm("RMSNorm" if args.rms else "LayerNorm", args.eps)
     mean, rstd, z = fused_math.normalize(
-        read_matrix(args.x), _vector(args.weight, cols), _vector(args.bias, cols), kind,
-        _DTYPES[args.z_dtype],
+        read_matrix(args.x), _in_fp32(args.weight, cols, args.weight_dtype),
+        _in_fp32(args.bias, cols, args.weight_dtype), kind, _DTYPES[args.z_dtype],
     )  # fmt: skip
     _vector(args.rstd, rows).copy_(rstd)
     if mean is not None:
@@ -394,7 +398,8 @@ def normalize_backward(args) -> int:
     assert args.inverse == fused_math.inverse(cols) and args.rms == (args.mean == 0)
     assert (args.dz_rows, args.dz_cols) == (rows, cols)
     assert args.dz_dtype == args.x_dtype or args.x_dtype == FLOAT_DTYPES[torch.float32]
-    assert args.dbias == args.dweight + 4 * cols
+    dtype = _DTYPES[args.weight_dtype]
+    assert args.dbias == args.dweight + dtype.itemsize * cols
     for place, size in (
         (args.row_sums, rows * 2),
         (args.partial, norm_partial_sums(rows) * 2 * cols),
@@ -402,11 +407,11 @@ def normalize_backward(args) -> int:
     ):
         _vector(place, size).fill_(torch.nan)
     made = fused_math.normalize_backward(
-        read_matrix(args.dz), read_matrix(args.x), _vector(args.weight, cols),
+        read_matrix(args.dz), read_matrix(args.x), _in_fp32(args.weight, cols, args.weight_dtype),
         _vector(args.mean, rows), _vector(args.rstd, rows), _DTYPES[args.dx_dtype],
     )  # fmt: skip
     at(args.dx, (rows, cols), _DTYPES[args.dx_dtype]).copy_(made[0])
-    at(args.dweight, (2, cols), torch.float32).copy_(torch.stack(made[1:]))
+    at(args.dweight, (2, cols), dtype).copy_(torch.stack(made[1:]))
     return OK
 
 

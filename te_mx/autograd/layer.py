@@ -307,8 +307,9 @@ def _plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan |
     first = _product(w1, b1, weights.kept[0], settings, need_dz)
     second = None if w2 is None else _product(w2, b2, weights.kept[1], settings, True)
     # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    of_norm = [None if one is None else one.dtype for one in (norm_weight, norm_bias)]
     key = (
-        "layer", x.shape, x.dtype, device, step, norm_bias is None, act, return_z, need_dz,
+        "layer", x.shape, x.dtype, device, step, *of_norm, act, return_z, need_dz,
         w1.shape, first, None if w2 is None else w2.shape, second, id(settings),
     )  # fmt: skip
     found = _known.get(key)
@@ -344,7 +345,8 @@ def _make_plan(
         return None
     assert w1 is not None
     problem = LayerProblem(
-        size // w1.shape[1], x.dtype, step.dtype, step.norm, p.norm_bias is not None, call.act,
+        size // w1.shape[1], x.dtype, step.dtype, step.norm, step.kernel_dtype(*p[:2]),
+        p.norm_bias is not None, call.act,
         Product(*w1.shape, *first), None if w2 is None else Product(*w2.shape, *second), need_dz,
         call.return_z, _formats(x.device, settings), x.device,
     )  # fmt: skip
@@ -363,7 +365,7 @@ class OneCallLayer(torch.autograd.Function):
         plan: LayerPlan,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         step, p = call.step, plan.problem
-        scale, shift = step.in_fp32(norm_weight, norm_bias)
+        scale, shift = step.as_read(norm_weight, norm_bias, p.norm_dtype)
         read: list[Tensor | Weight] = []
         saved: list[Tensor | None] = []
         for w, product, ready in zip((w1, w2), plan.products, weights.kept, strict=False):
@@ -440,7 +442,7 @@ def _backward_in_one_call(
         ]  # fmt: skip
         of_inputs = [NOTHING if one is None else Kept.operand(one) for one in lies.inputs]
         kept_of = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
-        norms = x, scale, lies.mean, lies.rstd
+        norms = x, None if scale is None else scale.float(), lies.mean, lies.rstd
         dx, d_weight, d_bias, *rest = _gradients(ctx, step, norms, lies.h, kept_of, g, g_z)
         d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
         return dx, d_weight, d_bias, *rest, None, None, None
@@ -475,7 +477,7 @@ def _backward_in_one_call(
     if p.norm is not None and p.need_dx:
         if g_z is not None:
             lies, step = plan.saved(columns, others), call.step._replace(zero_centered=False)
-            norms = x, scale, lies.mean, lies.rstd
+            norms = x, scale.float(), lies.mean, lies.rstd
             dx, d_weight, d_bias = step.backward(dx, g_z, norms, ctx.x_like, need, ctx.dtypes[0])
             d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
         else:
@@ -489,7 +491,7 @@ def _backward_in_one_call(
 def _of_norm(
     sums: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of weight and bias of a normalization, of both in fp32."""
+    """The gradients of weight and bias of a normalization, of both as a kernel makes them."""
     if bias_dtype is None:
         return sums[0].to(dtype), None
     if bias_dtype != dtype:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand, Quantized, Target, quantized
+from te_mx._ops import FLOAT_DTYPES, Operand, Quantized, Target, quantized
 from te_mx._ops.fused import norm_backward_2d, norm_quantize_2d, norm_rows
 from te_mx.autograd import input_cache
 from te_mx.autograd.node import (
@@ -30,6 +30,7 @@ from te_mx.dispatch import fused
 from te_mx.dispatch.fused import Norm, NormParts, NormRows
 
 _F32 = torch.float32
+_MANY = 2048  # columns
 Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NOTHING: Saved = (None, None, None, None)
 
@@ -86,14 +87,23 @@ class NormStep(NamedTuple):
             dbias.to(bias_dtype) if need[2] else None,
         )
 
-    def in_fp32(
-        self, weight_K: Tensor | None, bias_K: Tensor | None
+    def kernel_dtype(self, weight_K: Tensor | None, bias_K: Tensor | None) -> torch.dtype:
+        """The dtype in which kernels take weight and bias: their own where that saves casts of few
+        columns, which take longer than what they do; of many, kernels are faster in fp32."""
+        if weight_K is None or self.zero_centered or len(weight_K) >= _MANY:
+            return _F32
+        dtype = weight_K.dtype
+        alike = dtype in FLOAT_DTYPES and (bias_K is None or bias_K.dtype == dtype)
+        return dtype if alike else _F32
+
+    def as_read(
+        self, weight_K: Tensor | None, bias_K: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias as kernels take them; where nothing is recorded for autograd."""
-        bias = None if bias_K is None else bias_K.float().contiguous()
+        bias = None if bias_K is None else bias_K.to(dtype).contiguous()
         if weight_K is None:
             return None, bias
-        weight = weight_K.float().contiguous()
+        weight = weight_K.to(dtype).contiguous()
         return weight + 1 if self.zero_centered else weight, bias
 
     def _weight(self, weight_K: Tensor) -> Tensor:

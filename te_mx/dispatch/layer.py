@@ -47,7 +47,8 @@ class Product(NamedTuple):
 class LayerProblem(NamedTuple):
     """z = norm(x), or x; h = z @ w1^T + b1; with an activation y = act(h) @ w2^T + b2, else h.
 
-    m: rows of x. x_dtype: of x; dtype: of z, h and y. norm_bias: whether the normalization has one.
+    m: rows of x. x_dtype: of x; dtype: of z, h and y. norm_dtype: of weight and bias of the
+    normalization and of their gradients. norm_bias: whether it has one.
     need_dx: whether backward goes through the first product to x, with the gradients of the
     normalization. return_z: whether forward returns z, too.
     """
@@ -56,6 +57,7 @@ class LayerProblem(NamedTuple):
     x_dtype: torch.dtype
     dtype: torch.dtype
     norm: Norm | None
+    norm_dtype: torch.dtype
     norm_bias: bool
     act: Activation | None
     first: Product
@@ -67,8 +69,8 @@ class LayerProblem(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call: x [..., k]; weight and bias of the normalization in fp32; of every
-    product the weight [n, k], or operands of it, and the bias."""
+    """The tensors of a call: x [..., k]; weight and bias of the normalization; of every product the
+    weight [n, k], or operands of it, and the bias."""
 
     x: Tensor
     norm_weight: Tensor | None
@@ -78,7 +80,7 @@ class Inputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward made; None for what nobody needs. norm: fp32 [2, k] of weight and bias.
+    """What backward made; None for what nobody needs. norm: [2, k] of weight and bias.
     weights: of every product; with LATER the columns of its output gradient. biases: in fp32 where
     a GEMM sums them."""
 
@@ -120,11 +122,11 @@ class LayerPlan:
         weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        """Of an output gradient [..., n]. given: x, its shape, and the weight of the normalization
-        in fp32. weights: of every product the weight and None, or codes and scales of its columns;
-        None for what lies in the buffers. into: as of LinearPlan.backward, of every product. apart:
-        dx is the gradient of z, and the normalization is left out. None for what native code does
-        not take: nothing ran."""
+        """Of an output gradient [..., n]. given: x, its shape, and the weight of the normalization.
+        weights: of every product the weight and None, or codes and scales of its columns; None for
+        what lies in the buffers. into: as of LinearPlan.backward, of every product. apart: dx is
+        the gradient of z, and the normalization is left out. None for what native code does not
+        take: nothing ran."""
         raise NotImplementedError
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:

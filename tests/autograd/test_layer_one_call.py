@@ -10,7 +10,9 @@ import torch
 from one_call import RECIPES, check, passes
 
 import te_mx
+from te_mx.autograd.norm import NormStep
 from te_mx.backends.sm90 import layer as sm90_layer
+from te_mx.dispatch.fused import Norm
 
 F32, BF16 = torch.float32, torch.bfloat16
 MIXED = "mxfp4", "mxfp4_all"
@@ -79,6 +81,24 @@ def test_what_needs_no_gradient(trains, monkeypatch):
         )
     x = torch.randn(40, 70, requires_grad=trains == "input")
     check(layer, x, "mxfp8", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("columns", "bias", "zero_centered", "taken"),
+    [
+        (70, BF16, False, BF16),
+        (70, F32, False, F32),
+        (70, BF16, True, F32),
+        (2048, BF16, False, F32),
+    ],
+)
+def test_few_weights_of_a_normalization_are_read_as_they_are(columns, bias, zero_centered, taken):
+    """To cast them takes the host longer than their kernels take."""
+    step = NormStep(Norm("LayerNorm", 1e-5), zero_centered, BF16)
+    weight, bias = torch.ones(columns, dtype=BF16), torch.ones(columns, dtype=bias)
+    assert step.kernel_dtype(weight, bias) is taken
+    scale, shift = step.as_read(weight, bias, taken)
+    assert (scale is weight and shift is bias) == (taken is BF16)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

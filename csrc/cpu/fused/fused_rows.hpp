@@ -111,8 +111,8 @@ void normalize(const NormArgs& args, int64_t row, float mean, float rstd, int64_
   alignas(64) float x[kFusedCols];
   load_row<S>(args.x.dtype, args.x.data, row * args.x.row_stride + c, x, n);
   const F center = S::set(mean), factor = S::set(rstd);
-  const float* weight = args.weight + c;
-  const float* bias = args.bias == nullptr ? nullptr : args.bias + c;
+  const float* weight = static_cast<const float*>(args.weight) + c;
+  const float* bias = args.bias == nullptr ? nullptr : static_cast<const float*>(args.bias) + c;
   const bool rms = args.rms;
   each_vector<S>(n, [&](int j, int count) {
     F v = S::load(x + j);
@@ -132,6 +132,7 @@ void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, f
   load_row<S>(args.dz.dtype, args.dz.data, row * args.dz.row_stride, v, cols);
   load_row<S>(args.x.dtype, args.x.data, row * args.x.row_stride, h, cols);
   const bool rms = args.rms;
+  const float* const weight = static_cast<const float*>(args.weight);
   const F center = S::set(rms ? 0.0f : args.mean[row]), factor = S::set(args.rstd[row]);
   each_vector<S>(cols, [&](int j, int n) {
     const F dz = S::load(v + j);
@@ -139,7 +140,7 @@ void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, f
     if (!rms) x = S::sub(x, center);
     x = S::mul(x, factor);
     S::store(h + j, x);
-    S::store(v + j, S::mul(dz, S::load_part(args.weight + j, n)));
+    S::store(v + j, S::mul(dz, S::load_part(weight + j, n)));
     S::store_part(dweight + j, S::add(S::load_part(dweight + j, n), S::mul(dz, x)), n);
     if (dbias != nullptr) S::store_part(dbias + j, S::add(S::load_part(dbias + j, n), dz), n);
   });

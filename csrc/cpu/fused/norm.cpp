@@ -71,7 +71,7 @@ Status normalize(const NormArgs& args) {
   const Status status = check_tiles(args.to);
   if (status != Status::ok) return status;
   if (!rows_ok(args.x) || !args.weight || !args.rstd || (!args.rms && !args.mean) ||
-      !known(args.z_dtype) || args.to.col_sum) {
+      !known(args.z_dtype) || args.to.col_sum || args.weight_dtype != DType::f32) {
     return Status::bad_argument;
   }
   const RowKernels& kernels = row_kernels();
@@ -85,7 +85,8 @@ Status normalize(const NormArgs& args) {
 Status normalize_backward(const NormGradArgs& args) {
   if (!rows_ok(args.x) || !rows_ok(args.dz) || args.dz.rows != args.x.rows ||
       args.dz.cols != args.x.cols || !args.weight || !args.rstd || (!args.rms && !args.mean) ||
-      !args.dx || !args.dweight || !args.partial || !known(args.dx_dtype)) {
+      !args.dx || !args.dweight || !args.partial || !known(args.dx_dtype) ||
+      args.weight_dtype != DType::f32) {
     return Status::bad_argument;
   }
   const RowKernels& kernels = row_kernels();
@@ -108,8 +109,9 @@ Status normalize_backward(const NormGradArgs& args) {
       kernels.normalize_backward(args, r, dweight, dbias, row, row + padded);
     }
   });
-  add_partial_sums(args.partial, groups, cols, args.dweight);
-  if (args.dbias) add_partial_sums(args.partial + groups * cols, groups, cols, args.dbias);
+  add_partial_sums(args.partial, groups, cols, static_cast<float*>(args.dweight));
+  if (args.dbias)
+    add_partial_sums(args.partial + groups * cols, groups, cols, static_cast<float*>(args.dbias));
   return Status::ok;
 }
 

@@ -19,11 +19,12 @@ struct NormArgs {
   Matrix x;  // [rows, cols], elements of a row are adjacent
   bool rms = false;
   float eps = 0.0f, inverse = 0.0f;
-  const float* weight = nullptr;  // [cols]
-  const float* bias = nullptr;    // [cols] or null
-  float* mean = nullptr;          // [rows]; null with rms
-  float* rstd = nullptr;          // [rows]
-  void* z = nullptr;              // [rows, cols] compact, or null
+  const void* weight = nullptr;     // [cols]
+  const void* bias = nullptr;       // [cols] or null
+  DType weight_dtype = DType::f32;  // of both; a CPU takes f32
+  float* mean = nullptr;            // [rows]; null with rms
+  float* rstd = nullptr;            // [rows]
+  void* z = nullptr;                // [rows, cols] compact, or null
   DType z_dtype = DType::f32;
   QuantizeOut to;                // of z; without col_sum
   uint32_t* counters = nullptr;  // scratch of a GPU
@@ -51,13 +52,14 @@ struct NormGradArgs {
   Matrix dz, x;  // [rows, cols], elements of a row are adjacent
   bool rms = false;
   float inverse = 0.0f;
-  const float* weight = nullptr;
-  const float* mean = nullptr;  // null with rms
+  const void* weight = nullptr;
+  DType weight_dtype = DType::f32;  // of weight, dweight and dbias; a CPU takes f32
+  const float* mean = nullptr;      // null with rms
   const float* rstd = nullptr;
   void* dx = nullptr;  // [rows, cols] compact
   DType dx_dtype = DType::f32;
-  float* dweight = nullptr;  // [cols]
-  float* dbias = nullptr;    // [cols]; a CPU takes null, a GPU has it behind dweight
+  void* dweight = nullptr;  // [cols]
+  void* dbias = nullptr;    // [cols]; a CPU takes null, a GPU has it behind dweight
   // Scratch: partial sums of dweight and dbias; of a GPU sums of rows [rows, 2], and counters.
   float* partial = nullptr;
   float* row_sums = nullptr;

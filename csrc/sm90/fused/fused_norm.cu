@@ -11,8 +11,9 @@ struct NormParams {
   FactorParams q;
   NormRows n;
   Bands bands;
-  const float* weight;
-  const float* bias;
+  const void* weight;
+  const void* bias;
+  DType weight_dtype;
   void* z;
   bool vectors;        // x has 16-byte vectors of 8 elements only, aligned
   bool scale_vectors;  // weight and bias likewise
@@ -47,11 +48,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4              
   const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
   fill_slot<In>(slot, static_cast<const In*>(p.n.x.data) + row * p.n.x.stride + col, p.n.x.stride,
                 e, p.vectors);
-  Eight<float> factors, added;
-  load_8(factors, p.weight + col, e.cols, p.scale_vectors);
-  if (p.bias != nullptr) load_8(added, p.bias + col, e.cols, p.scale_vectors);
-  float weight[8], bias[8];
-  factors.unpack(weight), added.unpack(bias);
+  float weight[8], bias[8]{};
+  load_weights(weight, p.weight, p.weight_dtype, col, e.cols, p.scale_vectors);
+  if (p.bias != nullptr) load_weights(bias, p.bias, p.weight_dtype, col, e.cols, p.scale_vectors);
   const OutRows<T> out(p.z, p.q.a.cols, row, col);
   await(p.bands, item.band);
   if (threadIdx.x < t.rows) {
@@ -119,7 +118,7 @@ Status launch_factors(const NormParams& p, DType in, unsigned ctas, cudaStream_t
 }  // namespace
 
 Status normalize(const NormArgs& a) {
-  if (!known(a.x.dtype) || !known(a.z_dtype)) return Status::bad_argument;
+  if (!known(a.x.dtype) || !known(a.z_dtype) || !known(a.weight_dtype)) return Status::bad_argument;
   QuantizeTask q;
   // What is quantized lies nowhere.
   Status status = make_task(q, {nullptr, a.x.rows, a.x.cols, 0, a.x.col_stride, a.z_dtype}, a.to,
@@ -138,7 +137,7 @@ Status normalize(const NormArgs& a) {
   p.vectors = q.cols % 8 == 0 && a.x.row_stride * bytes % 16 == 0 && aligned(a.x.data);
   p.scale_vectors = q.cols % 8 == 0 && aligned(a.weight) && aligned(a.bias);
   p.n = {rows_of(a.x), q.rows, q.cols, a.rms, p.vectors, a.eps, a.inverse, a.mean, a.rstd};
-  p.weight = a.weight, p.bias = a.bias, p.z = a.z;
+  p.weight = a.weight, p.bias = a.bias, p.weight_dtype = a.weight_dtype, p.z = a.z;
   unsigned ctas = 0;
   status = make_bands(p.bands, a.counters, q.rows, q.cols, bytes, ctas);
   if (status != Status::ok) return status;

@@ -164,6 +164,23 @@ __device__ __forceinline__ void load_8(Eight<T>& v, const T* from, int cols, boo
   }
 }
 
+// Eight weights of a dtype from column `col` on.
+__device__ __forceinline__ void load_weights(float (&v)[8], const void* of, DType dtype,
+                                             int64_t col, int cols, bool vectors) {
+  const auto load = [&]<class T>(const T* from) {
+    Eight<T> some;
+    load_8(some, from + col, cols, vectors);
+    some.unpack(v);
+  };
+  if (dtype == DType::f32) {
+    load(static_cast<const float*>(of));
+  } else if (dtype == DType::bf16) {
+    load(static_cast<const __nv_bfloat16*>(of));
+  } else {
+    load(static_cast<const __half*>(of));
+  }
+}
+
 // Row k of a slot.
 template <class In>
 __device__ __forceinline__ void read_slot(float (&v)[8], const uint4* slot, int k) {

@@ -23,11 +23,12 @@ struct NormGradTask {
   DType dz_dtype, x_dtype, dx_dtype;
   bool rms;
   float inverse;
-  const float* weight;
+  const void* weight;
+  DType weight_dtype;
   const float* mean;  // null with rms
   const float* rstd;
   void* dx;            // [rows, cols] compact
-  float* sums;         // [2, cols]: dweight, dbias
+  void* sums;          // [2, cols] of weight_dtype: dweight, dbias
   float* row_sums;     // [rows, 2], scratch
   float* partial;      // [norm_partial_sums(rows), 2, cols], scratch
   uint32_t* counters;  // norm_counters(rows)

@@ -50,15 +50,14 @@ __device__ __forceinline__ void row_sums(const GradParams& p, int64_t row) {
   const NormGradTask& a = p.a;
   const RowShape shape(a.cols, p.vectors && p.weight_vectors);
   const GradReader<Dz, X> reader{{a.dz, row}, {a.x, row}};
-  const float* const weight = a.weight + threadIdx.x % 32 * 8;
+  const int64_t first = threadIdx.x % 32 * 8;
   const float mean = a.rms ? 0.0f : __ldg(a.mean + row), rstd = __ldg(a.rstd + row);
   float shift[8]{}, drift[8]{};
   constexpr int kAhead = sizeof(Dz) + sizeof(X) > 4 ? 2 : (std::is_same_v<X, __half> ? 3 : 4);
   each_chunk<kAhead>(shape, reader, [&](const auto& at, int chunk, auto exist) {
-    Eight<float> factors;
-    load_8(factors, weight + 256ll * chunk, exist, shape.vectors);
     float d[8], h[8], w[8];
-    at.dz.unpack(d), at.x.unpack(h), factors.unpack(w);
+    load_weights(w, a.weight, a.weight_dtype, first + 256ll * chunk, exist, shape.vectors);
+    at.dz.unpack(d), at.x.unpack(h);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (j >= exist) break;
@@ -67,9 +66,9 @@ __device__ __forceinline__ void row_sums(const GradParams& p, int64_t row) {
       drift[j] = add(drift[j], mul(v, mul(h[j], rstd)));
     }
   });
-  const float first = a.rms ? 0.0f : mul(fold_lanes(shift), a.inverse);
-  const float second = mul(fold_lanes(drift), a.inverse);
-  if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(a.row_sums)[row] = {first, second};
+  const float one = a.rms ? 0.0f : mul(fold_lanes(shift), a.inverse);
+  const float other = mul(fold_lanes(drift), a.inverse);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(a.row_sums)[row] = {one, other};
 }
 
 __device__ __forceinline__ void write_row(const NormGradTask& a, const float (&v)[8], int64_t row,
@@ -116,10 +115,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024
                p.vectors);
   fill_slot<Dz>(dz_slot, static_cast<const Dz*>(a.dz.data) + row * a.dz.stride + col, a.dz.stride,
                 e, p.vectors);
-  Eight<float> factors;
-  load_8(factors, a.weight + col, e.cols, p.weight_vectors);
   float weight[8];
-  factors.unpack(weight);
+  load_weights(weight, a.weight, a.weight_dtype, col, e.cols, p.weight_vectors);
   await(p.bands, item.band);
   if (threadIdx.x < 128 && row0 + threadIdx.x < a.rows) {
     const int64_t r = row0 + threadIdx.x;
@@ -162,20 +159,22 @@ int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 Status normalize_backward(const NormGradArgs& args) {
   const Matrix &dz = args.dz, &x = args.x;
-  if (!known(dz.dtype) || !known(x.dtype) || !known(args.dx_dtype) || dz.rows != x.rows ||
-      dz.cols != x.cols || x.rows < 0 || x.cols < 0) {
+  if (!known(dz.dtype) || !known(x.dtype) || !known(args.dx_dtype) || !known(args.weight_dtype) ||
+      dz.rows != x.rows || dz.cols != x.cols || x.rows < 0 || x.cols < 0) {
     return Status::bad_argument;
   }
   if (dz.col_stride != 1 || x.col_stride != 1) return Status::unsupported;
   if (x.rows == 0 || x.cols == 0) return Status::ok;
   if (args.counters == nullptr || args.row_sums == nullptr || args.partial == nullptr ||
-      (args.mean == nullptr) != args.rms || args.dbias != args.dweight + x.cols) {
+      (args.mean == nullptr) != args.rms ||
+      args.dbias != static_cast<char*>(args.dweight) + x.cols * bytes_of(args.weight_dtype)) {
     return Status::bad_argument;
   }
   NormGradTask a{};
   a.dz = rows_of(dz), a.x = rows_of(x), a.rows = x.rows, a.cols = x.cols;
   a.dz_dtype = dz.dtype, a.x_dtype = x.dtype, a.dx_dtype = args.dx_dtype;
   a.rms = args.rms, a.inverse = args.inverse, a.weight = args.weight;
+  a.weight_dtype = args.weight_dtype;
   a.mean = args.mean, a.rstd = args.rstd, a.dx = args.dx, a.sums = args.dweight;
   a.row_sums = args.row_sums, a.partial = args.partial, a.counters = args.counters;
   a.stream = args.execution.stream;
@@ -209,7 +208,7 @@ Status normalize_backward(const NormGradArgs& args) {
     return Status::unsupported;
   }
   if (status != Status::ok) return status;
-  return launch_sums(a.partial, a.sums, DType::f32, p.row_tiles, 2 * a.cols, stream);
+  return launch_sums(a.partial, a.sums, a.weight_dtype, p.row_tiles, 2 * a.cols, stream);
 }
 
 }  // namespace te_mx::sm90

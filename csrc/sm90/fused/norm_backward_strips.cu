@@ -102,7 +102,7 @@ __device__ __forceinline__ void sum_group(typename S::Smem& s, const uint4* dz, 
   const int c = S::kSums * lane;
   const float4 of = s.rows[turn][warp];
   float shift[S::kSums]{}, drift[S::kSums]{};
-  const float* weight = p.a.weight + S::kWidth * cta + c;
+  const float* weight = static_cast<const float*>(p.a.weight) + S::kWidth * cta + c;
 #pragma unroll 4
   for (int i = 0; i < p.pieces; ++i, weight += 256) {
     const int chunk = i / S::kOfWarp * S::kBlock + warp * 32 + i % S::kOfWarp * S::kChunks + c / 8;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
     if (more) load_statistics(turn ^ 1);
     if (!exists) continue;
     Eight<float> factors;
-    load_8(factors, a.weight + col, 8, true);
+    load_8(factors, static_cast<const float*>(a.weight) + col, 8, true);
     float weight[8];
     factors.unpack(weight);
 #pragma unroll 2
@@ -255,9 +255,9 @@ bool fits_strips(const NormGradTask& a) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   // NOTE: fewer columns would leave most threads without a patch.
   return a.dz_dtype == DType::bf16 && a.x_dtype == DType::bf16 && a.dx_dtype == DType::bf16 &&
-         a.rows % 8 == 0 && a.cols % 256 == 0 && a.cols >= 2048 && a.cols <= 16384 &&
-         a.dz.stride % 8 == 0 && a.x.stride % 8 == 0 && aligned(a.dz.data) && aligned(a.x.data) &&
-         aligned(a.weight) && aligned(a.dx) && aligned(a.partial);
+         a.weight_dtype == DType::f32 && a.rows % 8 == 0 && a.cols % 256 == 0 && a.cols >= 2048 &&
+         a.cols <= 16384 && a.dz.stride % 8 == 0 && a.x.stride % 8 == 0 && aligned(a.dz.data) &&
+         aligned(a.x.data) && aligned(a.weight) && aligned(a.dx) && aligned(a.partial);
 }
 
 Status norm_backward_strips(const NormGradTask& a) {

@@ -172,7 +172,8 @@ class _Builder:
             rstd = temp.matrix(p.m, 1, _F32)
         fields = _matrix("x", x) | {
             "rms": norm.kind == "RMSNorm", "eps": norm.eps, "inverse": inverse(p.first.k),
-            "weight": Place("norm_weight"), "rstd": rstd, "z_dtype": FLOAT_DTYPES[p.dtype],
+            "weight": Place("norm_weight"), "weight_dtype": FLOAT_DTYPES[p.norm_dtype],
+            "rstd": rstd, "z_dtype": FLOAT_DTYPES[p.dtype],
             "counters": temp.matrix(1 + (p.m + 127) // 128, 1, _F32),
         }  # fmt: skip
         if mean is not None:
@@ -338,9 +339,10 @@ class _Builder:
         fields = _matrix("dz", dz) | _matrix("x", x) | {
             "rms": p.norm.kind == "RMSNorm", "inverse": inverse(k), "dx": Place("dx"),
             "dx_dtype": FLOAT_DTYPES[p.x_dtype], "weight": Place("norm_weight"),
+            "weight_dtype": FLOAT_DTYPES[p.norm_dtype],
             "rstd": self.kept.rstd, "dweight": Place("norm_sums"),
-            "dbias": Place("norm_sums", 4 * k), "partial": temp.matrix(sums, 1, _F32),
-            "row_sums": temp.matrix(2 * m, 1, _F32),
+            "dbias": Place("norm_sums", p.norm_dtype.itemsize * k),
+            "partial": temp.matrix(sums, 1, _F32), "row_sums": temp.matrix(2 * m, 1, _F32),
             "counters": temp.matrix(1 + (m + 127) // 128, 1, _F32),
         }  # fmt: skip
         if self.kept.mean is not None:
@@ -440,7 +442,7 @@ class Plan(LayerPlan):
                 shape = torch.Size((p.m, p.first.k))
             dx = torch.empty(shape, dtype=dtype, device=device)
             if p.norm is not None and not apart:
-                norm = torch.empty((2, p.first.k), dtype=_F32, device=device)
+                norm = torch.empty((2, p.first.k), dtype=p.norm_dtype, device=device)
                 norm_at = norm.data_ptr()
         dws: list[Any] = []
         dbs: list[Tensor | None] = []
