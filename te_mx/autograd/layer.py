@@ -41,7 +41,7 @@ from te_mx._ops.library import is_direct
 from te_mx._ops.linear import layer_kernel
 from te_mx.autograd import linear_recipe, norm, sequence_parallel
 from te_mx.autograd.grad_target import WeightGradient
-from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight, Sought
+from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight, TracedWeight
 from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
@@ -115,14 +115,14 @@ class Needs(NamedTuple):
 
 
 def activated(
-    z: Operand, w: Operand | Sought, bias: Tensor | None, call: Call, plan: linear_recipe.Input,
-    need_h: bool,
+    z: Operand, w: Operand | TracedWeight, bias: Tensor | None, call: Call,
+    plan: linear_recipe.Input, need_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Quantized]:  # fmt: skip
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
     step, act, settings, _, tags, _ = call
     assert act is not None
     if act.gelu_form:
-        if isinstance(w, Sought):
+        if isinstance(w, TracedWeight):
             a = w.times(z, bias, act.gelu_form, step.dtype)
             return None, a, quantized(a, plan.target)
         made = gemm_2d(

@@ -78,7 +78,7 @@ _known = derived()
 Weight = TypeVar("Weight", Operand, Stack, Operand | Stack)
 
 
-class Sought(NamedTuple):
+class TracedWeight(NamedTuple):
     """In the place of a rowwise operand of a weight: `times` (x, bias, gelu, dtype) is the product,
     with GELU ("tanh" or "erf") inside unless that is "". There are no gradients."""
 
@@ -331,11 +331,12 @@ def _weight_columns(kept: Kept, settings: Settings) -> Operand:
 
 # ------------------------------------------------------------------------------------------- fprop
 def fprop(
-    x: Operand, w: Operand | Sought, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype,
+    x: Operand, w: Operand | TracedWeight, bias_N: Tensor | None, settings: Settings,
+    dtype: torch.dtype,
     tag: int, like: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y [M, N] = x @ w^T + bias; in the shape of a `like` [..., K] if there is one."""
-    if isinstance(w, Sought):
+    if isinstance(w, TracedWeight):
         y_MN = w.times(x, bias_N, "", dtype)
         return y_MN if like is None else unflatten(y_MN, like)
     shape = None if like is None else (*like.shape[:-1], w.rows)
@@ -455,7 +456,7 @@ class KeptWeight(NamedTuple):
     it."""
 
     settings: Settings
-    row: Any  # an Operand; in compiled code perhaps a Sought
+    row: Any  # an Operand; in compiled code perhaps a TracedWeight
     col: Operand | None
     made: Made = Made(0, None)
 

@@ -41,7 +41,7 @@ from te_mx.autograd.linear import (
 from te_mx.autograd.linear_recipe import (
     GEMMS,
     KeptWeight,
-    Sought,
+    TracedWeight,
     at_rest,
     mode_of,
     plan_input,
@@ -178,7 +178,7 @@ def kept(module: Any, key: str, settings: Settings) -> KeptWeight | None:
     def times(x: Operand, bias: Tensor | None, gelu: str, dtype: torch.dtype) -> Tensor:
         return FROZEN_GEMM(*x[:5], held, bias, key, words, n, gelu, dtype)
 
-    return KeptWeight(settings, Sought(times), None)
+    return KeptWeight(settings, TracedWeight(times), None)
 
 
 def _holds(module: Any, key: str) -> bool:
