@@ -19,7 +19,7 @@ from te_mx.fusion.fused_mlp import BlockPlan
 from te_mx.fusion.probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn import activations
-from te_mx.nn.guards import hooked, surroundings
+from te_mx.nn.guards import fusion_guard, hooked
 from te_mx.nn.linear import Linear
 
 # Names of layers that make a module a candidate whose refusal is worth a row.
@@ -161,7 +161,7 @@ def _read(module: nn.Module, seen: list[Seen], x: Tensor, out: Any) -> tuple[Blo
         act = activations.known(h, last.inp, gated=len(order) == 2)
         if act is not None:
             names = tuple(one.name for one in order)
-            around = surroundings(module, (*names, last.name))
+            around = fusion_guard(module, (*names, last.name))
             return BlockPlan(names, last.name, act, around), ""
     return None, "what is between its layers is no activation that te_mx has"
 

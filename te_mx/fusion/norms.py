@@ -21,7 +21,7 @@ from te_mx.fusion.class_swap import Reclassed
 from te_mx.fusion.fused_norm import NormPlan
 from te_mx.fusion.probe import ROWS, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
-from te_mx.nn.guards import surroundings
+from te_mx.nn.guards import fusion_guard
 
 _TOLERANCE = 2e-5  # of fp32 sums over a row
 _ATTENTION = ("attn", "attention")
@@ -84,7 +84,7 @@ def plan_norms(
                 continue
             block = by[0] if len(by) == 1 and by[0] in blocks else None
             plan = NormPlan(
-                *formula[:2], reads[0] if reads else beside, bool(reads), block, surroundings(child)
+                *formula[:2], reads[0] if reads else beside, bool(reads), block, fusion_guard(child)
             )
             norms.append(FoundNorm(child, plan))
             note = f"quantized for {_name(model, reads[0])}" if reads else _NOT_QUANTIZED

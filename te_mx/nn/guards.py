@@ -24,7 +24,7 @@ RAN, FUSED = "_te_mx_ran", "fused"
 FEW_ROWS = "fused, few rows on frozen weights"
 
 
-def surroundings(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
+def fusion_guard(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
     """What the forward of a module may read beside parameters and the submodules `but`: its plain
     attributes, functions and other submodules, by name."""
     found: list[tuple[str, Any]] = []
@@ -38,7 +38,7 @@ def surroundings(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[st
 
 
 def changed(module: nn.Module, before: tuple[tuple[str, Any], ...]) -> str:
-    """Which of `surroundings` is another one now, or an empty string. Numbers are compared,
+    """Which of `fusion_guard` is another one now, or an empty string. Numbers are compared,
     everything else is the same object or changed."""
     attributes, children = module.__dict__, module._modules
     for name, value in before:
