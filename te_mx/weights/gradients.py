@@ -67,13 +67,14 @@ def grad_target(
         queue = layer._wgrad_queue()
     owners = owners_of(layer, parameters, owned)
     delay = layer.delay_wgrad_compute
-    if not all(p.is_leaf or (hasattr(p, "main_grad") and not delay) for p in parameters):
-        which = "delay_wgrad_compute" if delay else "fuse_wgrad_accumulation"
-        raise RuntimeError(
-            f"{layer._label()}: {which}=True needs weights that are parameters, but something "
-            "computes one: a parametrization, functional_call, or FullyShardedDataParallel, in "
-            f"place of which use fully_shard; build the module without {which}"
-        )
+    for p in parameters:  # no generator: a call of Python in every forward
+        if not p.is_leaf and (delay or not hasattr(p, "main_grad")):
+            which = "delay_wgrad_compute" if delay else "fuse_wgrad_accumulation"
+            raise RuntimeError(
+                f"{layer._label()}: {which}=True needs weights that are parameters, but something "
+                "computes one: a parametrization, functional_call, or FullyShardedDataParallel, in "
+                f"place of which use fully_shard; build the module without {which}"
+            )
     starts: Sequence[Start | None] = ()
     if fuse and first is True:
         own: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
