@@ -2,9 +2,8 @@
 not quantized (W4A16 and the like).
 
 Codes are decoded for the time of the product: to bf16 where the other side is bf16 and the format's
-values are too, else to fp32. Products are those of torch, sums fp32, rounded once.
-
-te_mx.grouped_gemm of tokens that are not quantized: as mixed_gemm.py, for every group.
+values are too, else to fp32. Products are those of torch, sums fp32, rounded once. For
+te_mx.grouped_gemm of tokens that are not quantized: so for every group.
 """
 
 from __future__ import annotations

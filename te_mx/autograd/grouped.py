@@ -31,6 +31,7 @@ Grouped linear layers in high precision: what a GroupedLinear is outside of te_m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -208,9 +209,9 @@ class GroupForms(NamedTuple):
         """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
         check_rows_of_tokens(settings)
         device = x.device
+        rules = settings.scale_rule, settings.gradient_rule, settings.weight_columns_rule
         if x.numel() and weight.numel():
             tokens = roles(device, settings, "gemm_rows")
-            rules = settings.scale_rule, settings.gradient_rule, settings.weight_columns_rule
             weights = weight_forms(device, settings)
             return cls(tokens.x, tokens.g, weights, *rules, settings.one_copy)
         # The quantizers of groups pack nothing that is empty.
@@ -218,9 +219,7 @@ class GroupForms(NamedTuple):
             Forms(at_rest(settings.x), f"{settings.x_columns}@grouped_cols"),
             Forms(at_rest(settings.g), f"{settings.g_columns}@grouped_cols"),
             Forms(at_rest(settings.w), f"{settings.w_columns}@cols"),
-            settings.scale_rule,
-            settings.gradient_rule,
-            settings.weight_columns_rule,
+            *rules,
             settings.one_copy,
         )
 
@@ -315,12 +314,9 @@ def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
 
 
 def _grouped_mm(
-    x: Tensor,
-    ends: Tensor,
-    row: Tensor,
-    weights: Sequence[Tensor] | Tensor,
+    x: Tensor, ends: Tensor, row: Tensor, weights: Sequence[Tensor] | Tensor,
     biases: Sequence[Tensor],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if isinstance(weights, Tensor):
         stacked = weights.to(torch.bfloat16)
     else:
@@ -618,9 +614,10 @@ class GroupedLoopFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *parts: Tensor) -> tuple[Tensor, ...]:
-        need_dx, need_dw = ctx.needs_input_grad[0], _need_dw(ctx, call, parts)
-        weights, biases = _split(parts, call.has_bias)
-        x_RK = flatten(x)
+        weights, biases = split_parts(parts, call.has_bias)
+        count = len(parts) // 2 if call.has_bias else len(parts)
+        need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
+        need_dw, x_RK = any(need[:count]), flatten(x)
         made, saved, beside = [], [], []
         for i, (start, end) in enumerate(call.bounds):
             bias = None if biases is None else biases[i]
@@ -636,21 +633,6 @@ class GroupedLoopFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return run_backward(_loop_backward, "te_mx.GroupedLinear", ctx, *grads)
-
-
-def _need_dw(ctx: Any, call: Call, parts: Sequence[Tensor]) -> bool:
-    count = len(parts) // 2 if call.has_bias else len(parts)
-    return any(ctx.needs_input_grad[_ARGUMENTS : _ARGUMENTS + count])
-
-
-def _split(
-    parts: Sequence[Tensor], has_bias: bool
-) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-    """The weights and the biases of every group."""
-    if parts[0].dim() == 3:
-        return parts[0].unbind(0), parts[1].unbind(0) if has_bias else None
-    count = len(parts) // 2 if has_bias else len(parts)
-    return parts[:count], parts[count:] if has_bias else None
 
 
 def _fprop(
@@ -705,7 +687,8 @@ def _loop_backward(
         if call.settings is None:
             if need_dx:
                 dx_groups.append(high_precision.dgrad(g_MN, saved[3], dx_dtype))
-            wgrads.append(_plain_wgrad(g_MN, saved[0]))
+            reads = (INPUT, saved[0]), (OUTPUT_GRADIENT, g_MN)
+            wgrads.append(Wgrad(partial(high_precision.wgrad, g_MN, saved[0]), reads))
             if need_db:
                 sums.append(high_precision.bias_gradient(g_MN, dtypes[-1]))
             continue
@@ -756,13 +739,6 @@ def _rounded(g_RN: Tensor, call: Call) -> Callable[[int, int], Operand] | None:
         return convert_2d(part, target.row)
 
     return of
-
-
-def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:
-    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
-
-    return Wgrad(gemm, ((INPUT, x_MK), (OUTPUT_GRADIENT, g_MN)))
 
 
 def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:

@@ -6,6 +6,7 @@ Shapes as in autograd/linear.py: x [M, K], w [N, K], g [M, N].
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,13 +82,9 @@ class HighPrecisionLinear(torch.autograd.Function):
         if need_dx:
             dx = shaped(dgrad(g_MN, weight_NK, x.dtype), x.shape)
         if need_dw:
-            x_MK = flatten(x)
-
-            def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-                return wgrad(g_MN, x_MK, out, dtype, accumulate)
-
             reads = (INPUT, x), (OUTPUT_GRADIENT, g_MN)
-            dw_NK = ctx.sink.take(Wgrad(gemm, reads), weight_NK.dtype)
+            made = Wgrad(partial(wgrad, g_MN, flatten(x)), reads)
+            dw_NK = ctx.sink.take(made, weight_NK.dtype)
         if need_db:
             db_N = bias_gradient(g_MN, ctx.bias_dtype)
         return dx, dw_NK, db_N, None

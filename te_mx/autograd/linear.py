@@ -18,6 +18,7 @@ here, and makes of the gradient of that one of the parameter.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -258,17 +259,9 @@ def backward_of(
         dw = direct.done()
     elif into is LATER:
         assert dw is not None and x_col is not None
-        dw = place(sink, _later(plan, dw, x_col, tag), dtypes[1], node)
+        wgrad = Wgrad(partial(plan.wgrad, dw, x_col, tag=tag), ())  # whose operands are there
+        dw = place(sink, wgrad, dtypes[1], node)
     return dx, dw, db
-
-
-def _later(plan: LinearPlan, g_col: Tensor, x_col: Part, tag: int) -> Wgrad:
-    """The product of a weight gradient, whose operands are there."""
-
-    def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        return plan.wgrad(g_col, x_col, out, dtype, accumulate, tag)
-
-    return Wgrad(run, ())
 
 
 def gradients_on_codes(

@@ -123,10 +123,7 @@ def _made(
     pairs = {COLUMN: ROW, WHOLE: WHOLE}
     behind_rows = [pairs.get(kind) for kind in kinds[0]]
     if any(one != kinds[0] for one in kinds[:-1]) or kinds[-1] != behind_rows:
-        return (
-            [],
-            "its layers are not split by rows in front of the activation and columns behind",
-        )
+        return [], "its layers are not split by rows in front of the activation and columns behind"
     for one, its in zip(layers, kinds, strict=True):
         check_cuts(one, settings, its, mesh)
     way = way_of(kinds[0], x.placements, x.ndim - 1)

@@ -80,7 +80,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         mine = local_of_input(x, list(x.placements))
     made = call(module, layer, mine, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
-    out = _out_features(module)
+    out = module.hidden_size if isinstance(module, LayerNormMLP) else module.out_features
     shape = torch.Size((*x.shape[:-1], out))
     if not isinstance(made, tuple):
         return result(module, y, mesh, way.y, shape)
@@ -215,10 +215,6 @@ def _run_experts(module: Any, plan: Plan, held: dict[str, Any], inp: Any, args: 
 
 def whole(inp: Any, mesh: Any) -> DTensor:
     return DTensor.from_local(inp, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _out_features(module: Any) -> int:
-    return module.hidden_size if isinstance(module, LayerNormMLP) else module.out_features
 
 
 def _bias_of(module: Any) -> Any:

@@ -106,7 +106,7 @@ class _DoraOnCodes(DoraLinearVariant):
 
 
 def _values(base: Any) -> Tensor:
-    """[out, in]: what the codes of a layer stand for."""
+    """[out, in], or [G, out, in]: the weights of a layer, or what their codes stand for."""
     return base._source.values(base, "weight")
 
 
@@ -279,8 +279,7 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
             factor.to(sample.device, dtype)
         if variant is not None:
             self.lora_variant[adapter_name] = variant
-            norms = self._norms(adapter_name)
-            self.lora_magnitude_vector[adapter_name] = Magnitudes(norms)
+            self.lora_magnitude_vector[adapter_name] = Magnitudes(self._norms(adapter_name))
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @torch.no_grad()
@@ -325,26 +324,21 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         row = torch.arange(inp.shape[0], device=inp.device)
         group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
         if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
-            product = grouped_plain(inp, groups, self._values().to(inp.dtype), ())
+            product = grouped_plain(inp, groups, _values(base).to(inp.dtype), ())
         else:
             product = result_RN
             if base.use_bias:
                 product = product - torch.stack(base.biases())[group]
             product = torch.where((row < offs[-1]).unsqueeze(1), product, 0)
-        ratio_GN = self.lora_magnitude_vector[name].weight / self._norms(name)
-        ratio = ratio_GN[group]
+        ratio = (self.lora_magnitude_vector[name].weight / self._norms(name))[group]
         return (ratio - 1) * product + ratio * low_RN
-
-    def _values(self) -> Tensor:
-        """[G, out, in]: the weights, or what their codes stand for."""
-        base: Any = self.get_base_layer()
-        return base._source.values(base, "weight")
 
     @torch.no_grad()
     def _norms(self, name: str) -> Tensor:
         """[G, out]: the norms of the rows of W + D."""
         delta = self.get_delta_weight(name)
-        return torch.linalg.vector_norm(self._values().to(delta.dtype) + delta, dim=-1)
+        whole = _values(self.get_base_layer()).to(delta.dtype) + delta
+        return torch.linalg.vector_norm(whole, dim=-1)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """What the adapter adds to the weights, [G, out, in]."""
@@ -403,14 +397,14 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
     def _unmerged(self) -> Tensor:
         """W of all groups in fp32, [G, out, in]."""
         scale, added = self._sums()
-        return (self._values().float() - added) / scale
+        return (_values(self.get_base_layer()).float() - added) / scale
 
     def _write(self, whole_GNK: Tensor) -> None:
         base: Any = self.get_base_layer()
         scale, added = self._sums()
         for weight, value in zip(base.weights(), whole_GNK * scale + added, strict=True):
             weight.copy_(value)
-        self.get_base_layer()._forget_copies()
+        base._forget_copies()
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Conversion to other shapes of LoRA works on matrices, which stacks are not."""

@@ -65,7 +65,11 @@ class Operand(NamedTuple):
             expected is not None
             and codes.shape == expected[0]
             and scales.shape == expected[1]
-            and (codes.is_contiguous() if expected[3] is None else _are_apart(codes, expected[3]))
+            and (
+                codes.is_contiguous()
+                if expected[3] is None
+                else codes.stride() == (expected[3], 1) and codes.data_ptr() % 16 == 0
+            )
             and scales.is_contiguous()
             and codes.device == scales.device
             and codes.dtype is torch.uint8
@@ -86,10 +90,6 @@ class Operand(NamedTuple):
         """The same of tokens of so many groups."""
         fmt, layout = spec_of(self.spec)
         return layout.checked_tokens(self, fmt, groups, name)
-
-
-def _are_apart(codes: Tensor, row_bytes: int) -> bool:
-    return codes.stride() == (row_bytes, 1) and codes.data_ptr() % 16 == 0
 
 
 def turned(operand: Operand) -> Operand:

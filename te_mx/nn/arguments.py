@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from te_mx.nn import checks
 from te_mx.nn.tensor_parallel import BOTH, part, ranks_of, shared
-from te_mx.runtime.arguments import shown
+from te_mx.runtime.arguments import check_default
 
 
 class Absent(NamedTuple):
@@ -61,10 +61,7 @@ CONSTRUCTORS: dict[str, frozenset[str]] = {
         [*(set(_LINEAR) - {"rng_tracker_name"}), "return_layernorm_output_gathered"]
     ),
     "LayerNormMLP": frozenset(
-        [
-            *(set(_LINEAR) - {"rng_tracker_name", "ub_name"}),
-            "return_layernorm_output_gathered",
-        ]
+        [*(set(_LINEAR) - {"rng_tracker_name", "ub_name"}), "return_layernorm_output_gathered"]
     ),
     "GroupedLinear": frozenset(
         [
@@ -91,12 +88,7 @@ def refuse_constructor(module: str, given: Mapping[str, Any]) -> None:
 
 def refuse(module: str, name: str, value: Any) -> None:
     """Raise NotImplementedError unless the value is the default of an argument that is absent."""
-    default, reason = ABSENT[name]
-    if value is default or (type(value) is type(default) and value == default):
-        return
-    raise NotImplementedError(
-        f"te_mx.{module}: {name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
-    )
+    check_default(f"te_mx.{module}: {name}", value, *ABSENT[name])
 
 
 _FLAGS = (
@@ -145,12 +137,8 @@ class Options:
         dtypes = given.get("dtype"), given["params_dtype"]
         self.device, self.dtype = checks.parameter_place(self._owner, given["device"], *dtypes)
         self.mode = BOTH if given.get("set_parallel_mode") else given.get("parallel_mode")
-        group = (
-            given.get("tp_group"),
-            given.get("tp_size", 1),
-            given.get("sequence_parallel", False),
-        )
-        self.how = shared(self._owner, self.mode, *group)
+        size, sequence = given.get("tp_size", 1), given.get("sequence_parallel", False)
+        self.how = shared(self._owner, self.mode, given.get("tp_group"), size, sequence)
 
     def part(self, mode: str, name: str, size: int) -> int:
         """What this rank has of a size that is shared in this mode."""

@@ -40,7 +40,7 @@ from te_mx.runtime.ran import new_tags
 from te_mx.weights.freezing import Freezable, lies
 from te_mx.weights.gradients import DelayedWgrad
 from te_mx.weights.missing import check_saved
-from te_mx.weights.ranks import SeveralRanks
+from te_mx.weights.ranks import SeveralRanks, above
 from te_mx.weights.state_dict import load_module
 
 # Whether modules made here keep a copy of what their weights start with: see
@@ -56,12 +56,6 @@ def get_high_precision_init_val(parameter: Any) -> Tensor | None:
 def clear_high_precision_init_val(parameter: Any) -> None:
     """Give the memory of that copy back."""
     parameter.__dict__.pop("_high_precision_init_val", None)
-
-
-def _preserve(parameter: Any) -> None:
-    parameter._high_precision_init_val = parameter.detach().to("cpu", copy=True)
-    for function in (get_high_precision_init_val, clear_high_precision_init_val):
-        setattr(parameter, function.__name__, MethodType(function, parameter))
 
 
 class Resettable:
@@ -118,7 +112,9 @@ class Resettable:
         for parameter in module._parameters.values() if self._preserves else ():
             # Norms and biases are not quantized.
             if parameter is not None and parameter.dim() > 1 and not parameter.is_meta:
-                _preserve(parameter)
+                parameter._high_precision_init_val = parameter.detach().to("cpu", copy=True)
+                for function in (get_high_precision_init_val, clear_high_precision_init_val):
+                    setattr(parameter, function.__name__, MethodType(function, parameter))
 
     def _note_preserving(self) -> None:
         if preserves.get():
@@ -147,14 +143,8 @@ def names_of(name: str, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 NEVER: Any = object()
-TRANSIENT = (
-    "_seen",
-    "_ran",
-    "_tag",
-    "_delayed",
-    "_tp_group",
-    "_gathered_with",
-)  # what a copy starts without
+# What a copy starts without.
+TRANSIENT = "_seen", "_ran", "_tag", "_delayed", "_tp_group", "_gathered_with"
 
 
 class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):
@@ -194,7 +184,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         for tensor in module._parameters.values():
             usual = usual and (tensor is None or type(tensor) is nn.Parameter)
         if not usual and self._is_spread(inp):
-            return None, self._run_spread(inp, *before, first)
+            return None, above.distributed.run(self, inp, *before, first)
         settings = self._settings()
         if settings is None:
             return None, module._high_precision(inp, *before, first)
@@ -322,13 +312,16 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
     ) -> Tensor:  # fmt: skip
         """x @ weight.T + bias in high precision; the gradient of the weight of this key goes where
         that of a quantized product does."""
-        sink = None
-        if self._routed():
-            parts = self._gradients_of(key, weight)
-            sink = self._source.grad_target(self, parts, first, queue)
+        sink = self._sink(key, weight, first, queue)
         if sink is None:
             return nn.functional.linear(x, weight, bias)
         return HighPrecisionLinear.apply(x, weight, bias, sink)
+
+    def _sink(self, key: str, weight: Tensor, first: bool | None, queue: Queue | None) -> Any:
+        """Where the gradient of a weight goes, None where autograd takes it."""
+        if not self._routed():
+            return None
+        return self._source.grad_target(self, self._gradients_of(key, weight), first, queue)
 
     # ------------------------------------------------------------------- transforms and tracers
     def _refuse_transforms(self, inp: Tensor) -> None:

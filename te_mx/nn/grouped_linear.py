@@ -158,9 +158,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         owner = "te_mx.GroupedLinear"
         if single_grouped_bias is None:
             single_grouped_bias = single_grouped_weight
-        options = Options(
-            "GroupedLinear", locals(), "num_gemms", "in_features", "out_features"
-        )  # fmt: skip
+        options = Options("GroupedLinear", locals(), "num_gemms", "in_features", "out_features")
         num_gemms, in_features, out_features = options.sizes
         if num_gemms < 1:
             raise ValueError(f"{owner}: num_gemms must be 1 or more, got {num_gemms}")

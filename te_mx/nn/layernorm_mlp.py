@@ -266,12 +266,6 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
             out = linear(a, w2, b2, linear_call(two, output_dtype(inp), tags[1], kept, False, sink))
         return self._returned(out, bias, z)
 
-    def _sink(self, key: str, weight: Tensor, first: bool | None, queue: Queue | None) -> Any:
-        """Where the gradient of a weight goes, None where autograd takes it."""
-        if not self._routed():
-            return None
-        return self._source.grad_target(self, self._gradients_of(key, weight), first, queue)
-
     def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
         _, _, w1, b1, w2, bias = self._all_parameters()
         b2 = None if self.return_bias else bias

@@ -21,11 +21,7 @@ from te_mx.context.region import backward_pass_id, output_dtype
 from te_mx.dispatch.fused import NORMS, Norm, Target
 from te_mx.nn.base import MXModule
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
-from te_mx.runtime.arguments import (
-    check_number,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_number, check_one_of
 
 NARROW = torch.bfloat16, torch.float16
 
@@ -68,22 +64,12 @@ class NormModule(MXModule, nn.Module):
     return_layernorm_output: bool
 
     def _start(
-        self,
-        size: int,
-        eps: float,
-        normalization: str | None,
-        zero_centered_gamma: bool,
+        self, size: int, eps: float, normalization: str | None, zero_centered_gamma: bool
     ) -> None:
         """Attributes of the normalization; called before the parameters are made."""
         owner = f"te_mx.{type(self).__name__}"
-        if not is_one_of(normalization, self._norms):
-            raise ValueError(
-                f"{owner}: normalization must be one of {', '.join(map(repr, self._norms))}, got "
-                f"{shown(normalization)}"
-            )
-        self.eps = check_number(f"{owner}: eps", eps)
-        if self.eps < 0:
-            raise ValueError(f"{owner}: eps must be 0 or more, got {self.eps}")
+        check_one_of(f"{owner}: normalization", normalization, self._norms)
+        self.eps = check_number(f"{owner}: eps", eps, 0)
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         self._size = size

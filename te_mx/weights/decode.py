@@ -15,6 +15,7 @@ from te_mx._ops.library import is_direct
 from te_mx._ops.linear import FrozenCall, FrozenKernel, Gate, frozen_kernel
 from te_mx.autograd.node import needs_gradient
 from te_mx.dispatch.problem import Problem, frozen_rows
+from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import capturing
@@ -55,21 +56,18 @@ class Forms:
 
 
 class Weight(NamedTuple):
-    """A weight [n, k] of a module that stands still, or those of groups (0: one weight), in format
-    fmt. row: gives the rowwise copy, layout "rows"; made_of: as of a Form, () where changes would
-    not be seen; lies: the layout that other kernels would find it in, "any": plain; given: the copy
-    that lies so."""
+    """A weight [n, k] of a module that stands still, or those of groups (0: one weight). made_of:
+    as of a Form, () where changes would not be seen; given: the copy that other kernels would find;
+    row: gives the rowwise one, layout "rows"."""
 
     forms: Forms
     key: str
     n: int
     k: int
-    fmt: str
     made_of: tuple[Any, ...]
+    given: Operand | Stack
     row: Callable[[], Operand | Stack]
     groups: int = 0
-    lies: str = "any"
-    given: Operand | Stack | None = None
 
 
 def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
@@ -127,8 +125,9 @@ def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | No
     sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", ANY_RULE, "adaptive"
     if settings is not None:
         lhs, rule, precision = settings.x, settings.scale_rule, settings.precision
-    rows = x.numel() // x.shape[-1]
-    specs = f"{lhs}@any" if lhs else "", f"{weight.fmt}@{weight.lies}"
+    rows, given = x.numel() // x.shape[-1], weight.given
+    rhs = f"{given.format.name}@any" if given.layout is ROWS else given.spec
+    specs = f"{lhs}@any" if lhs else "", rhs
     found = frozen_kernel((rows, dtype, x.device), sizes, specs, rule, precision)
     if found is None:
         return None
@@ -167,8 +166,7 @@ def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand
         if capture:
             return None
         with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
-            given = weight.given
-            row = given if given is not None and kernel.reads(given.layout) else weight.row()
+            row = weight.given if kernel.reads(weight.given.layout) else weight.row()
             form = Form(kernel.form(row), weight.made_of)
         forms.made[weight.key] = form
         if device.type == "cuda":  # other streams, and kernels that start early, need not wait

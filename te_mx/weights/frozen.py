@@ -19,7 +19,6 @@ from te_mx import layouts
 from te_mx._ops import Operand, Stack, capturing, dequantize_2d, plain
 from te_mx._ops.library import is_direct
 from te_mx.autograd import weight_parts
-from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.grouped import GroupedCall, grouped_on_codes
 from te_mx.autograd.linear import Call, linear_on_codes
 from te_mx.autograd.linear_recipe import KeptWeight, on_codes, serving
@@ -185,13 +184,10 @@ class Frozen(WeightSource):
             if kept is not None and self.decodes_now(layer, x):
                 form, tag = self.weight(layer, "weight", kept, weight.shape), layer._tag_now()
                 made = decode.linear(x, form, bias, settings, dtype, tag)
-        return (
-            made
-            if made is not None
-            else super().linear(
-                layer, x, weight, bias, settings, None if kept is not None else first, kept
-            )
-        )
+        if made is not None:
+            return made
+        first = first if kept is None else None
+        return super().linear(layer, x, weight, bias, settings, first, kept)
 
     def grouped(
         self, layer: Any, key: str, x: Tensor, groups: Groups, held: tuple[tuple[Tensor, ...], ...],
@@ -246,10 +242,8 @@ class Frozen(WeightSource):
             return layer._plain_codes(key, kept.settings)
 
         given: Operand | Stack = kept.row
-        lies = "any" if given.layout is layouts.ROWS else given.layout.name
         n, k = size
-        fmt = kept.settings.w
-        return decode.Weight(self.few_rows, key, n, k, fmt, (kept,), row, groups, lies, given)
+        return decode.Weight(self.few_rows, key, n, k, (kept,), given, row, groups)
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
         if layer._tokens is not None or is_tracing():
@@ -344,18 +338,14 @@ class QuantizedOnly(Frozen):
                         "dequantize=True) first, which keeps this one and drops the codes"
                     )
 
-    def operands(
-        self, layer: Any, key: str, settings: Settings, first: bool | None, device: torch.device,
-        need_dx: bool,
-    ) -> Any:  # fmt: skip
+    def operands(self, layer: Any, key: str, settings: Settings, *call: Any) -> Any:
         return KeptWeight(settings, self.row(layer, key, settings), None)
 
     def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
-        first: bool | None, plain: bool,
-    ) -> tuple[Prepared, ...]:  # fmt: skip
+        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings, *call: Any
+    ) -> tuple[Prepared, ...]:
         self._refuse_given(layer)
-        return super().prepared(layer, needs, x, on_codes(settings), first, plain)
+        return super().prepared(layer, needs, x, on_codes(settings), *call)
 
     def linear(
         self, layer: Any, x: Tensor, weight: Any, bias: Tensor | None, settings: Settings,
@@ -404,22 +394,15 @@ class QuantizedOnly(Frozen):
     ) -> Tensor:
         return grouped_on_codes(x, groups.offs, row, bias_GN, call)
 
-    def grad_target(
-        self, layer: Any, parameters: Sequence[Tensor], first: bool | None,
-        queue: Queue | None = None,
-    ) -> None:  # fmt: skip
+    def grad_target(self, *call: Any) -> None:
         return None
 
     def weight(
         self, layer: Any, key: str, kept: Any, size: Sequence[int], groups: int = 0
     ) -> decode.Weight:
-        n, k = size
         made_of, held = decode.state(*layer._stored(key)), layer._one_copy(key)
-        lies = "any" if held.layout is layouts.ROWS else held.layout.name
-        forms, fmt = self.few_rows, self.settings.w
-        return decode.Weight(
-            forms, key, n, k, fmt, made_of, lambda: plain(held), groups, lies, held
-        )  # fmt: skip
+        forms, (n, k) = self.few_rows, size
+        return decode.Weight(forms, key, n, k, made_of, held, lambda: plain(held), groups)
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
         if layer._tokens is not None or is_tracing():
@@ -458,11 +441,8 @@ class WeightOnly(QuantizedOnly):
     decodes = False
     quantizes_inputs = False
 
-    def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
-        first: bool | None, plain: bool,
-    ) -> tuple[Prepared, ...]:  # fmt: skip
-        made = super().prepared(layer, needs, x, settings, first, plain)
+    def prepared(self, *call: Any) -> tuple[Prepared, ...]:
+        made = super().prepared(*call)
         return tuple([one._replace(product=AsIs(one.product, one.kept.row)) for one in made])
 
     def _few(

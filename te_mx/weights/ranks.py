@@ -83,9 +83,6 @@ class SeveralRanks:
             found = found or type(tensor).__name__ in _SPREAD
         return found
 
-    def _run_spread(self, inp: Any, *args: Any) -> Any:
-        return above.distributed.run(self, inp, *args)
-
     def _is_exchanged(self) -> bool:
         """Whether fully_shard puts other parameters into the module for a forward."""
         return bool(wrapped) and bool(above.distributed.params_of(self))

@@ -323,16 +323,12 @@ class Gathered(WeightSource):
     def inside(self, layer: Any, settings: Settings | None) -> Settings | None:
         return next(iter(self.kept.values())).settings
 
-    def operands(
-        self, layer: Any, key: str, settings: Settings, first: bool | None, device: torch.device,
-        need_dx: bool,
-    ) -> Any:  # fmt: skip
+    def operands(self, layer: Any, key: str, *call: Any) -> Any:
         return self.kept[key]
 
     def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
-        first: bool | None, plain: bool,
-    ) -> tuple[Prepared, ...]:  # fmt: skip
+        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings, *call: Any
+    ) -> tuple[Prepared, ...]:
         return tuple([Prepared(settings, self.kept.get(key)) for key in needs])
 
     def linear(

@@ -3,8 +3,6 @@ operands alone, columns as they lie."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not, why_not_empty
-from te_mx.backends.cpu.quantize import empty_operand
+from te_mx.backends.cpu.quantize import set_outputs
 from te_mx.backends.native import BLOCKWISE, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.dispatch import run
@@ -41,25 +39,6 @@ class _Ends:
         lie = p.lhs.partition("@")[2] in ("", "rows") and p.rhs.partition("@")[2] in ("", "cols")
         self.known = lie and is_native(Target(p.lhs, p.rhs, p.rule), MX + BLOCKWISE, MX_RULES)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if self.known else {}
-
-    def put(
-        self, args: Any, rows: int, cols: int, col_sum: bool
-    ) -> tuple[Quantized, Tensor | None]:
-        """Write where what is made of [rows, cols] goes into a native record: the operands and
-        sums that it fills, and scratch memory."""
-        row = col = sums = partial = None
-        if self.specs[0]:
-            row = empty_operand(self.specs[0], rows, cols)
-            args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
-        if self.specs[1]:
-            col = empty_operand(self.specs[1], cols, rows)
-            args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
-        if col_sum:
-            sums = torch.empty(cols, dtype=_F32, device=CPU)
-            parts = -(-rows // self.native.COL_SUM_ROWS), cols
-            partial = torch.empty(parts, dtype=_F32, device=CPU)
-            args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-        return Quantized(row, col, sums), partial
 
 
 class _Fused(Kernel):
@@ -93,7 +72,7 @@ class Norms(_Ends):
             rstd=rstd.data_ptr(), z=pointer(z), z_dtype=DTYPES[dtype],
             threads=torch.get_num_threads(),
         )  # fmt: skip
-        made = self.put(args, rows, cols, False)[0] if ends else None
+        made = set_outputs(args, *self.specs, (rows, cols), False)[0] if ends else None
         binding.supported(self.native.normalize(args))
         if made is None:
             assert z is not None
@@ -161,7 +140,9 @@ class Activations(_Ends):
         )  # fmt: skip
         if grad is not None:
             args.grad = matrix(self.native, grad)
-        made, _partial = self.put(args, rows, cols, target.col_sum) if ends else (Quantized(), None)
+        made, _partial = Quantized(), None
+        if ends:
+            made, _partial = set_outputs(args, *self.specs, (rows, cols), target.col_sum)
         return ActParts(out, made) if binding.supported(self.native.activate(args)) else None
 
 

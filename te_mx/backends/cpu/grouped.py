@@ -92,32 +92,6 @@ def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
     return Quantized(row, col, sums) if supported(status) else None
 
 
-def quantize_weights(what: QuantizeWeights) -> StackedParts | None:
-    """The weights of all groups, which are not empty; None for what native code does not take."""
-    weights, row_spec, col_spec, rule = what
-    groups, (rows, cols), native = len(weights), weights[0].shape, binding.native()
-    made: dict[str, Stack] = {}
-    for side, spec, height, k in (("row", row_spec, rows, cols), ("col", col_spec, cols, rows)):
-        if spec:
-            fmt, layout = spec_of(spec)
-            codes, scales = layout.shapes(fmt, height, k)
-            made[side] = Stack(
-                cpu_memory.empty((groups, *codes), torch.uint8),
-                torch.empty((groups, *scales), dtype=fmt.scaling.storage, device=CPU),
-                spec, groups, height, k,
-            )  # fmt: skip
-    plan = native.QuantizeArgs(**fields_to(row_spec, col_spec, rule))
-    problems, sources = [], [_strided(weight) for weight in weights]
-    for i, (_, source) in enumerate(sources):
-        args = plan.copy(**source)
-        for side, stack in made.items():
-            setattr(args, f"{side}_codes", stack.codes[i].data_ptr())
-            setattr(args, f"{side}_scales", stack.scales[i].data_ptr())
-        problems.append(args)
-    status = native.quantize_many(problems, torch.get_num_threads())
-    return (made.get("row"), made.get("col")) if supported(status) else None
-
-
 # --------------------------------------------------------------------------------------------- pack
 def packed_stride(kernel: str, stack: Stack) -> int:
     """Bytes of the packed form of one group; 0 when the kernel reads plain codes."""
@@ -233,7 +207,28 @@ class CpuQuantizeWeights(Kernel):
         return _why_not(problem) or one_read_of_weights(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeWeights) -> StackedParts | None:
-        return quantize_weights(what)
+        weights, row_spec, col_spec, rule = what
+        groups, (rows, cols), native = len(weights), weights[0].shape, binding.native()
+        made: dict[str, Stack] = {}
+        for side, spec, height, k in (("row", row_spec, rows, cols), ("col", col_spec, cols, rows)):
+            if spec:
+                fmt, layout = spec_of(spec)
+                codes, scales = layout.shapes(fmt, height, k)
+                made[side] = Stack(
+                    cpu_memory.empty((groups, *codes), torch.uint8),
+                    torch.empty((groups, *scales), dtype=fmt.scaling.storage, device=CPU),
+                    spec, groups, height, k,
+                )  # fmt: skip
+        plan = native.QuantizeArgs(**fields_to(row_spec, col_spec, rule))
+        problems, sources = [], [_strided(weight) for weight in weights]
+        for i, (_, source) in enumerate(sources):
+            args = plan.copy(**source)
+            for side, stack in made.items():
+                setattr(args, f"{side}_codes", stack.codes[i].data_ptr())
+                setattr(args, f"{side}_scales", stack.scales[i].data_ptr())
+            problems.append(args)
+        status = native.quantize_many(problems, torch.get_num_threads())
+        return (made.get("row"), made.get("col")) if supported(status) else None
 
 
 def few_and_many() -> tuple[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,27 @@ def empty_operand(spec: str, rows: int, k: int) -> Operand:
     )  # fmt: skip
 
 
+def set_outputs(
+    args: Any, row: str, col: str, sizes: tuple[int, int], col_sum: bool
+) -> tuple[Quantized, Tensor | None]:
+    """Write into a native record where what is made of a matrix goes: the operands and sums that
+    it fills, and scratch memory."""
+    made_row = made_col = sums = partial = None
+    rows, cols = sizes
+    if row:
+        made_row = empty_operand(row, rows, cols)
+        args.row_codes, args.row_scales = made_row[0].data_ptr(), made_row[1].data_ptr()
+    if col:
+        made_col = empty_operand(col, cols, rows)
+        args.col_codes, args.col_scales = made_col[0].data_ptr(), made_col[1].data_ptr()
+    if col_sum:
+        sums = torch.empty(cols, dtype=torch.float32, device=CPU)
+        parts = -(-rows // binding.native().COL_SUM_ROWS), cols
+        partial = torch.empty(parts, dtype=torch.float32, device=CPU)
+        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+    return Quantized(made_row, made_col, sums), partial
+
+
 def _turned(made: Operand | None, spec: str) -> Operand | None:
     """The operand of blocks of 128 x 1 that the other direction's is."""
     return None if made is None else Operand(made.codes, made.scales, spec, made.k, made.rows)
@@ -76,7 +99,6 @@ class Quantizer:
 
     def __call__(self, what: Quantize) -> Quantized | None:
         x, _, _, _, col_sum, sum_dtype, seed, first = what
-        rows, cols = self.sizes
         row_stride, col_stride = x.stride()
         if row_stride != 1 and col_stride != 1:
             x = x.contiguous()
@@ -85,24 +107,13 @@ class Quantizer:
             x_data=x.data_ptr(), x_row_stride=row_stride, x_col_stride=col_stride,
             seed=pointer(seed), first=first, threads=torch.get_num_threads(),
         )  # fmt: skip
-        row = col = sums = partial = None
-        if self.row:
-            row = empty_operand(self.row, rows, cols)
-            args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
-        if self.col:
-            col = empty_operand(self.col, cols, rows)
-            args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
-        if col_sum:
-            sums = torch.empty(cols, dtype=torch.float32, device=CPU)
-            parts = -(-rows // self.native.COL_SUM_ROWS), cols
-            partial = torch.empty(parts, dtype=torch.float32, device=CPU)
-            args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+        made, _partial = set_outputs(args, self.row, self.col, self.sizes, col_sum)
         status = self.native.quantize(args)
         if status and not binding.supported(status):
             return None
-        if sums is not None and sums.dtype != sum_dtype:
-            sums = sums.to(sum_dtype)
-        return Quantized(row, col, sums)
+        if made.col_sum is not None and sum_dtype != torch.float32:
+            made = made._replace(col_sum=made.col_sum.to(sum_dtype))
+        return made
 
 
 class CpuQuantize(Kernel):
