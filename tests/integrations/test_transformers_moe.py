@@ -6,11 +6,10 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from fresh import python
 from torch import nn
 
 import te_mx
@@ -187,5 +186,5 @@ def test_importing_te_mx_imports_neither_library():
         "import sys, torch, te_mx; te_mx.convert_model(torch.nn.Linear(4, 4));"
         "print([name for name in ('transformers', 'torchtitan') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = python(code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,59 @@
+"""Code as in a new interpreter that has imported torch and nothing of te_mx: in a fork of one such
+process, because `import torch` takes longer than what tests do then."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Reads [code, environment, files of its output, seconds] and answers with the status of the fork.
+_SERVER = """
+import json, os, signal, sys, torch
+for line in sys.stdin:
+    code, environment, said, seconds = json.loads(line)
+    if not (child := os.fork()):
+        for number, path in enumerate(said, 1):
+            os.dup2(os.open(path, os.O_WRONLY), number)
+        signal.alarm(seconds)
+        os.environ.update(environment)
+        exec(code, {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+def python(code: str, seconds: int = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What code says, as that of `python -c`, with its status; an end by a signal is negative. What
+    OpenMP or Python read of the environment when they start is not changed."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        words = [code, environment, [out.name, err.name], seconds]
+        server.stdin.write(json.dumps(words) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        said = (file.read().decode(errors="replace") for file in (out, err))
+        return subprocess.CompletedProcess(code, status, *said)
+
+
+def run_file(
+    path: Path | str, *arguments: object, seconds: int = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same, of `python path arguments ..`, which finds the modules that the caller finds."""
+    words, paths = [str(path), *map(str, arguments)], [str(Path(path).parent), *sys.path]
+    code = f"import runpy, sys; sys.argv, sys.path = {words}, {paths}\n"
+    return python(code + "runpy.run_path(sys.argv[0], run_name='__main__')", seconds, **environment)
