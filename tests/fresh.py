@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,3 +58,34 @@ def run_file(
     words, paths = [str(path), *map(str, arguments)], [str(Path(path).parent), *sys.path]
     code = f"import runpy, sys; sys.argv, sys.path = {words}, {paths}\n"
     return python(code + "runpy.run_path(sys.argv[0], run_name='__main__')", seconds, **environment)
+
+
+_RANKS = """
+import os, runpy, signal, sys, torch
+sys.argv, sys.path = {words}, {paths}
+import {imports}
+torch.set_num_threads(1)
+os.environ.update(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="{port}")
+started = []
+for rank in "01":
+    if not (child := os.fork()):
+        signal.alarm({seconds})
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    started.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in started]))
+"""
+
+
+def torchrun(
+    path: Path | str, *arguments: object, imports: str, seconds: int = 300
+) -> subprocess.CompletedProcess[str]:
+    """The same, of `torchrun --nproc-per-node 2 path arguments ..`, whose processes have the
+    modules `imports` when they start."""
+    words, paths = [str(path), *map(str, arguments)], [str(Path(path).parent), *sys.path]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = _RANKS.format(words=words, paths=paths, imports=imports, port=port, seconds=seconds)
+    return python(code, seconds)
