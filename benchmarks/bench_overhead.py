@@ -39,7 +39,7 @@ def overhead(context: Context) -> Iterator[Row]:
 
 def import_time(context: Context) -> Iterator[Row]:
     """`import te_mx` in a fresh process that has imported torch."""
-    runs = 2 if context.quick else 9
+    runs = 1 if context.quick else 9
     command = [sys.executable, "-c", IMPORT]
     seconds = statistics.median(
         float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

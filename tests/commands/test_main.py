@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import as_on_hopper
 import fake_sm90
 import pytest
 import torch
+from fresh import python
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
@@ -302,10 +300,15 @@ def test_explain_prints_the_choice(capsys, words):
     assert said.endswith("not tuned: default\n")
 
 
+AS_MODULE = (
+    "import runpy, sys; sys.argv = ['te_mx', 'explain', '2x64x64']\n"
+    "runpy.run_module('te_mx', run_name='__main__', alter_sys=True)"
+)
+
+
 def test_it_runs_as_a_module():
-    environment = {**os.environ, "TE_MX_CPU_ISA": "portable"}
-    command = [sys.executable, "-m", "te_mx", "explain", "2x64x64"]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    made = python(AS_MODULE, TE_MX_CPU_ISA="portable")
+    assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("D[2, 64], k 64, TN, cpu at level portable: portable_stream")
 
 
@@ -322,11 +325,8 @@ def test_version_and_whole_sentences_of_help(capsys):
 
 def test_nobody_reads_on():
     """As behind `| head`: no traceback, and the status of a program that SIGPIPE ended."""
-    command = [sys.executable, "-m", "te_mx", "explain", "2x64x64"]
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as stdout:
-        made = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    closed = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+    made = python(closed + AS_MODULE)
     assert made.returncode == 141 and made.stderr == ""
 
 

@@ -38,26 +38,21 @@ def test_there_are_layouts_of_both_kinds():
 
 @every_pair
 @given(rows=SIZES, k=SIZES, seed=strategies.SEEDS)
-def test_packed_parts_have_the_shapes_that_the_layout_says(spec, rows, k, seed):
-    _, made = packed(spec, rows, k, seed)
+def test_packed_parts_have_their_shapes_and_give_bytes_back_or_the_layout_says_no(
+    spec, rows, k, seed
+):
+    plain, made = packed(spec, rows, k, seed)
     shapes = spec.layout.shapes(spec.format, rows, k)
     assert (tuple(made[0].shape), tuple(made[1].shape)) == shapes
     assert made[0].dtype == torch.uint8 and made[1].dtype == spec.layout.scales_dtype(spec.format)
     room = spec.layout.empty(spec.format, rows, k, torch.device("cpu"))
     assert [(t.shape, t.dtype) for t in room] == [(t.shape, t.dtype) for t in made]
-
-
-@every_pair
-@given(rows=SIZES, k=SIZES, seed=strategies.SEEDS)
-def test_unpacking_gives_bytes_back_or_the_layout_says_no(spec, rows, k, seed):
-    plain, made = packed(spec, rows, k, seed)
-    if spec.layout.exact:
-        back = spec.layout.unpack(spec.format, *made, k)
-        assert torch.equal(back[0], plain[0]) and torch.equal(back[1], plain[1])
     values = spec.layout.values(spec.format, *made, k, torch.float32)
     exact = spec.format.dequantize(*plain, k, torch.float32)
     assert values.shape == (rows, k)
     if spec.layout.exact:
+        back = spec.layout.unpack(spec.format, *made, k)
+        assert torch.equal(back[0], plain[0]) and torch.equal(back[1], plain[1])
         assert torch.equal(values, exact)
     else:  # scales were aligned: an element moves by a part of the largest of its block
         largest = exact.abs().amax() if exact.numel() else torch.tensor(0.0)
@@ -65,9 +60,9 @@ def test_unpacking_gives_bytes_back_or_the_layout_says_no(spec, rows, k, seed):
 
 
 @every_pair
-@given(rows=SIZES, k=SIZES, seed=strategies.SEEDS)
-def test_an_operand_is_checked_by_its_layout(spec, rows, k, seed):
-    _, made = packed(spec, rows, k, seed)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (65, 97), (128, 256)])
+def test_an_operand_is_checked_by_its_layout(spec, rows, k):
+    _, made = packed(spec, rows, k, 3)
     operand = operand_of(spec, made, rows, k)
     assert operand.checked("side").rows == rows
     for wrong in (

@@ -14,9 +14,10 @@ import importlib
 import itertools
 import json
 import resource
-import subprocess
 import sys
 import warnings
+
+import fresh
 
 SECONDS = 30  # for one call
 GIBIBYTES = 16  # for the process, on the CPU: a call that asks for more is not to take the machine
@@ -40,9 +41,7 @@ def run_all(device: str, table: str = TABLE) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {name: [] for name, _ in cases}
     at = 0
     while at < len(cases):
-        done = subprocess.run(
-            [sys.executable, __file__, device, table, str(at)], capture_output=True, text=True
-        )
+        done = fresh.run_file(__file__, device, table, at, seconds=1200)
         said: str | None = ""
         for line in done.stdout.splitlines():
             at, said = json.loads(line)

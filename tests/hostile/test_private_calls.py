@@ -4,12 +4,10 @@ process."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import private_calls
 import pytest
 import torch
@@ -30,15 +28,9 @@ def test_the_table_has_every_op():
 @pytest.mark.parametrize("what", ["ops", *BUILT])
 def test_no_call_ends_the_process(what, tmp_path):
     log, first, ended = tmp_path / "log", 0, []
-    path = os.pathsep.join([str(HERE.parents[1]), *sys.path])
     while len(ended) < 5:
-        command = [sys.executable, str(HERE / "private_calls.py"), what, str(log), str(first)]
-        process = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
+        script = HERE / "private_calls.py"
+        process = fresh.run_file(script, what, log, first, CUDA_VISIBLE_DEVICES="")
         number, name, *_ = log.read_text().split("\n") if log.exists() else ("0", "start")
         if process.returncode == 0:
             break

@@ -1,12 +1,11 @@
 """The benchmark runner on tiny sizes: every benchmark gives rows."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -250,11 +249,10 @@ def test_attention_without_a_mask_computes_the_same() -> None:
 
 def test_layers_on_two_ranks() -> None:
     pytest.importorskip("transformers")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += ["-m", "benchmarks.models_two_gpus", "--quick", "--device", "cpu"]
-    command += ["--recipe", "deepseek_v3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    imports = "benchmarks.models_two_gpus, transformers.models.llama.modeling_llama"
+    script = ROOT / "benchmarks" / "models_two_gpus.py"
+    options = "--quick", "--device", "cpu", "--recipe", "deepseek_v3"
+    done = fresh.torchrun(script, *options, imports=imports)
     assert done.returncode == 0, done.stderr
     wanted = (
         ("fsdp2 ", "2x2x64", "1.33x / 1.5x"), ("fsdp2-codes ", "2x2x64", "1.4x / 1.5x"),

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # for checkpoints, which would import it in every process
 import torch.distributed as dist
 import torch.distributed.tensor.parallel
 import torch.utils.checkpoint

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import inspect
 import json
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import te_source
 import torch
+from fresh import python
 
 import te_mx
 import te_mx.pytorch as te
@@ -29,10 +29,6 @@ LIST = json.loads(
 
 LINEARS = {"Linear": (64, 32), "LayerNormLinear": (64, 32), "LayerNormMLP": (64, 96),
            "GroupedLinear": (2, 64, 32)}  # fmt: skip
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 # ------------------------------------------------------------------------------------------- names

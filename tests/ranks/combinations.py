@@ -14,6 +14,7 @@ from pathlib import Path
 
 import halves
 import torch
+import torch._inductor.compile_fx  # before ranks are forked, which torch.compile needs it in
 import torch.distributed as dist
 from data_parallel_cases import FAMILIES, each_gradients
 from tensor_parallel_cases import DEVICE, K, M, N, full, of

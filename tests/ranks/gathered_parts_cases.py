@@ -52,7 +52,8 @@ def case_weights_in_parts_are_gathered_as_codes():
         layer = built(family, K, N, parameters_split=SPLIT, **FP32)
         sharded(layer)
         quantized_all_gather(layer)
-        step(torch.compile(layer, backend="aot_eager"), dist.get_rank(), RECIPE)
+        backend = "eager" if family is te_mx.Linear else "aot_eager"
+        step(torch.compile(layer, backend=backend), dist.get_rank(), RECIPE)
         equal(gradients(layer), expected)
 
 

@@ -290,12 +290,12 @@ def case_transformer_layers_that_ranks_share():
         close(found, expected, 1e-12, 1e-12)
 
 
-def compiles(layer, x):
+def compiles(layer, x, backend="aot_eager"):
     """Compiled in one graph, the layer gives what it gives eagerly, bit for bit. Before torch 2.12
     it runs between graphs."""
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=ONE_GRAPH)
+    compiled = torch.compile(layer, backend=backend, fullgraph=ONE_GRAPH)
     if not ONE_GRAPH:
-        one = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        one = torch.compile(layer, backend=backend, fullgraph=True)
         refused(torch._dynamo.exc.Unsupported, "compiled from PyTorch 2.12 on", lambda: one(x))
     found = []
     for one in (compiled, layer):

@@ -155,8 +155,10 @@ def test_layernorm_linear(recipe):
     check_norm(layer, x, z, dz, dx)
 
 
-@pytest.mark.parametrize("act", ["gelu", "relu"])
-def test_layernorm_mlp(recipe, act):
+def test_layernorm_mlp(recipe):
+    roles = dataclasses.astuple(recipe)[:3]
+    place = [one[:3] for one in ROLES].index(roles)
+    act = ("gelu", "relu")[place % 2]  # every format has both, in each role
     layer = te_mx.LayerNormMLP(K, N, activation=act, return_layernorm_output=True)
     x, dx, g, (y, z) = step(layer, recipe)
     parameters = layer.fc1_weight, layer.fc1_bias, layer.fc2_weight, layer.fc2_bias

@@ -1,7 +1,6 @@
 """examples/train_llama.py under torchrun: two processes against one."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +11,19 @@ pytest.importorskip("transformers")
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE.parent / "examples"))
 
+import fresh  # noqa: E402
 import llama_ranks  # noqa: E402
 import train_llama  # noqa: E402
 from gpt import data  # noqa: E402
 from gpt.train import run  # noqa: E402
 from llama import train  # noqa: E402
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ranks")
-    command = [*TORCHRUN, str(HERE / "llama_ranks.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    imports = "train_llama, llama.parallel, transformers.models.llama.modeling_llama"
+    done = fresh.torchrun(HERE / "llama_ranks.py", folder, imports=imports)
     assert done.returncode == 0, done.stderr
     script = json.loads((folder / "script" / "run.json").read_text())
     return json.loads((folder / "found.json").read_text()) | {"script": script, "said": done.stdout}

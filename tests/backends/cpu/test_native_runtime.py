@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from fresh import python
 from native_words import GemmCall
 from torch import Tensor
 
@@ -143,13 +144,6 @@ def test_data_loader_workers(threads) -> None:
     assert all(torch.equal(x, y) for x, y in zip(loader, expected, strict=True))
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
 SMALL_STACKS = """
 import threading, torch, te_mx
 from te_mx import _ops as ops
@@ -175,25 +169,26 @@ def run():
         rule, seed = "rceil+sr", torch.zeros(1, dtype=torch.int64)
         ops.quantize_2d(x, f"{fmt}@rows", f"{fmt}@cols", rule=rule, seed=seed)
 
-torch.set_num_threads(THREADS)
+threading.stack_size(64 * 1024)
 for level in cpu.available_isa():
     cpu.set_isa(level)
-    if THREADS == 1:
-        threading.stack_size(64 * 1024)
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    else:
-        run()
+    torch.set_num_threads(1)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(2)
+    run()
 print("ran")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the pool may have other stacks")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads_of_small_stacks(threads: int) -> None:
+def test_threads_of_small_stacks() -> None:
     """One of 64 KB alone; and those of the OpenMP team, which run the items."""
-    done = python(SMALL_STACKS.replace("THREADS", str(threads)), OMP_STACKSIZE="64K")
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_STACKS], env={**os.environ, "OMP_STACKSIZE": "64K"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.stdout.strip() == "ran", (done.returncode, done.stderr[-2000:])
 
 
@@ -205,9 +200,12 @@ def test_environment_chooses_the_level(level: str) -> None:
 
 
 def test_unknown_level_in_the_environment() -> None:
-    result = python("from te_mx.backends import cpu; cpu.native()", TE_MX_CPU_ISA="sse9")
+    """`import te_mx` still works; the first use of native code says what is wrong."""
+    first_use = "import te_mx, torch; print('imported')\nte_mx.quantize(torch.ones(1, 32))"
+    result = python(first_use, TE_MX_CPU_ISA="sse9")
+    assert result.stdout == "imported\n"
     assert result.returncode != 0
-    for word in (*cpu.ISA_LEVELS, "TE_MX_CPU_ISA", "'sse9'"):
+    for word in ("got 'sse9'", "TE_MX_CPU_ISA", "portable, avx2", *cpu.ISA_LEVELS):
         assert word in result.stderr
 
 

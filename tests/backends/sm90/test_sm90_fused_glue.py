@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import as_on_hopper
 import fake_sm90
 import pytest
@@ -122,19 +124,17 @@ def test_activations(name, dtype):
     h = strategies.tensor("normal", 75, 260 if act.gated else 130, 3, dtype)
     grad = strategies.tensor("normal", 75, 130, 4, dtype)
     for target in TARGETS:
-        for rows, g in zip(layouts(h), layouts(grad), strict=True):
-            for pair, col_sum in ((None, False), (g, True)):
-                asked = target._replace(col_sum=col_sum)
-                for keep in (False, True):
-                    rest = act, dtype, keep, asked
-                    got = act_quantize_2d(ActStep(rows, pair, *rest))
-                    # torch's own functions differ in the last bit on rows apart.
-                    expected = act_one_by_one(ActStep(h, None if pair is None else grad, *rest))
-                    same(parts_of(got), parts_of(expected))
-                    sums = got.quantized.col_sum, expected.quantized.col_sum
-                    assert (sums[0] is not None) == (sums[1] is not None) == col_sum
-                    if col_sum:
-                        torch.testing.assert_close(*sums)
+        for col_sum, keep in itertools.product([False, True], repeat=2):
+            rest = act, dtype, keep, target._replace(col_sum=col_sum)
+            # torch's own functions differ in the last bit on rows apart.
+            expected = act_one_by_one(ActStep(h, grad if col_sum else None, *rest))
+            for rows, g in zip(layouts(h), layouts(grad), strict=True):
+                got = act_quantize_2d(ActStep(rows, g if col_sum else None, *rest))
+                same(parts_of(got), parts_of(expected))
+                sums = got.quantized.col_sum, expected.quantized.col_sum
+                assert (sums[0] is not None) == (sums[1] is not None) == col_sum
+                if col_sum:
+                    torch.testing.assert_close(*sums)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
