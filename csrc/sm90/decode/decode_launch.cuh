@@ -59,16 +59,11 @@ Status launch_decode(const DecodeParams& p, const DecodeCodes& w, const DecodeRo
     if (error != cudaSuccess) return started(error);
     prepared = device;
   }
-  cudaLaunchAttribute attributes[] = {early_start(), clusters_of(p.split.cluster)};
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(p.clusters * p.split.cluster), static_cast<unsigned>(blocks));
-  config.blockDim = dim3(32 * Math::kWarps);
-  config.dynamicSmemBytes = static_cast<size_t>(std::max(p.room.bytes, kDecodeLeastSmem));
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, map, p, rows));
+  const dim3 grid(static_cast<unsigned>(p.clusters * p.split.cluster),
+                  static_cast<unsigned>(blocks));
+  const int smem = std::max(p.room.bytes, kDecodeLeastSmem);
+  return launch_early(kernel, {grid, 32 * Math::kWarps, stream, smem, p.split.cluster}, map, p,
+                      rows);
 }
 
 }  // namespace te_mx::sm90

@@ -17,17 +17,11 @@ Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, i
                       bool halves, bool factors, void* workspace, void* stream) {
   p.in.made = static_cast<uint8_t*>(workspace);
   p.in.made_scales = p.in.made + blocks * p.quads * decode_input_bytes(kept, halves);
-  cudaLaunchAttribute attributes[] = {early_start()};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(p.quads), static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kPrepareThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 1;
+  const dim3 grid(static_cast<unsigned>(p.quads), static_cast<unsigned>(blocks));
   const auto kernel = kept == 16   ? prepare_kernel<16>(halves, factors)
                       : kept == 32 ? prepare_kernel<32>(halves, factors)
                                    : prepare_kernel<kDecodeMostRows>(halves, factors);
-  return started(cudaLaunchKernelEx(&config, kernel, p.in, rows, int64_t{p.k}, p.quads));
+  return launch_early(kernel, {grid, kPrepareThreads, stream}, p.in, rows, int64_t{p.k}, p.quads);
 }
 
 }  // namespace te_mx::sm90

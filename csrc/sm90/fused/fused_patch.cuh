@@ -286,12 +286,7 @@ Status launch_fused(void (*kernel)(P), dim3 grid, int smem, cudaStream_t stream,
   const Status status =
       started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
   if (status != Status::ok) return status;
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(kQuantizeThreads);
-  config.dynamicSmemBytes = smem, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, kernel, p));
+  return launch_early(kernel, {grid, kQuantizeThreads, stream, smem}, p);
 }
 
 }  // namespace te_mx::sm90

@@ -238,13 +238,8 @@ Status launch(const NormGradTask& a, int pieces, cudaStream_t stream) {
   Status status =
       started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
   if (status != Status::ok) return status;
-  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(kCtas)};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(units * kCtas));
-  config.blockDim = dim3(kQuantizeThreads);
-  config.dynamicSmemBytes = smem, config.stream = stream;
-  config.attrs = attributes, config.numAttrs = 2;
-  status = started(cudaLaunchKernelEx(&config, kernel, p));
+  const dim3 grid(static_cast<unsigned>(units * kCtas));
+  status = launch_early(kernel, {grid, kQuantizeThreads, stream, smem, kCtas}, p);
   if (status != Status::ok) return status;
   return launch_sums(a.partial, a.sums, DType::f32, units, 2 * a.cols, stream);
 }

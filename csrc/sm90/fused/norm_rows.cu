@@ -180,14 +180,9 @@ __global__ void __launch_bounds__(kLanes)
 
 template <class In, class W>
 Status launch(const NormRowsParams& p, int64_t rows, void* stream) {
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(rows)), config.blockDim = dim3(kLanes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early, config.numAttrs = 1;
   const auto kernel =
       p.cols <= 16 * kLanes ? norm_rows_kernel<In, W, 2> : norm_rows_kernel<In, W, 4>;
-  return started(cudaLaunchKernelEx(&config, kernel, p));
+  return launch_early(kernel, {static_cast<unsigned>(rows), kLanes, stream}, p);
 }
 
 // Calls f with a null pointer to the type of a dtype.

@@ -94,13 +94,8 @@ Status ClusterCount::of(int device, const void* kernel, int threads, int smem, i
 
 Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,
                       cudaStream_t stream) {
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((n + 31) / 32));
-  config.blockDim = dim3(32, kReducers);
-  config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, reduce_columns_kernel, partial, out, blocks, n));
+  const dim3 grid(static_cast<unsigned>((n + 31) / 32)), block(32, kReducers);
+  return launch_early(reduce_columns_kernel, {grid, block, stream}, partial, out, blocks, n);
 }
 
 int64_t workspace_bytes(const GemmArgs& a) {

@@ -34,14 +34,9 @@ Status launch_as(const GemmArgs& a, const Device& device) {
   if (!tensor_map_2d(lhs, kCodes, 1, a.lhs.codes, m, a.lhs.k, packed_ld(a.lhs.k), 128) ||
       !tensor_map_2d(rhs, kCodes, 1, a.rhs.codes, n, a.lhs.k, packed_ld(a.lhs.k), 128))
     return Status::unsupported;
-  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(parts)};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks * parts));
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = Config::kSmem;
-  config.stream = static_cast<cudaStream_t>(a.execution.stream);
-  config.attrs = attributes, config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, p, lhs, rhs));
+  const dim3 grid(static_cast<unsigned>(blocks * parts));
+  return launch_early(kernel, {grid, Config::kThreads, a.execution.stream, Config::kSmem, parts}, p,
+                      lhs, rhs);
 }
 
 }  // namespace

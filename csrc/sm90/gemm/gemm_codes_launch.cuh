@@ -52,14 +52,9 @@ Status launch_codes_as(const GemmArgs& a, bool lhs_comes, const Device& device) 
     at_once = std::min<int64_t>(blocks, clusters);
   }
   if (at_once * parts > INT32_MAX) return Status::unsupported;
-  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(parts)};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(at_once * parts));
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = Smem<Config>::kBytes;
-  config.stream = static_cast<cudaStream_t>(a.execution.stream);
-  config.attrs = attributes, config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, p, lhs, rhs, out));
+  const Launch at{static_cast<unsigned>(at_once * parts), Config::kThreads, a.execution.stream,
+                  Smem<Config>::kBytes, parts};
+  return launch_early(kernel, at, p, lhs, rhs, out);
 }
 
 // Bias and accumulation of K in one piece go through the copy engine, block after block. Whatever

@@ -114,15 +114,10 @@ struct Maps {
 template <class Config, class Params>
 Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap),
              const Params& p, const Maps& maps, int64_t blocks, int clusters, void* stream) {
-  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(Config::kCluster)};
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = Config::kSmem;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes, config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, p, maps.lhs, maps.rhs, maps.out, maps.side));
+  const dim3 grid(
+      static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
+  return launch_early(kernel, {grid, Config::kThreads, stream, Config::kSmem, Config::kCluster}, p,
+                      maps.lhs, maps.rhs, maps.out, maps.side);
 }
 
 template <class Config, EpilogueKind kEpilogue, class Kind>

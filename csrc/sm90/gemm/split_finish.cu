@@ -45,17 +45,13 @@ Status finish_split(const GemmArgs& a) {
   p.column_blocks = static_cast<int>((n + kFinishColumns - 1) / kFinishColumns);
   if (blocks * p.column_blocks > INT32_MAX) return Status::unsupported;
 
-  cudaLaunchAttribute attributes[1] = {early_start()};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks * p.column_blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(a.execution.stream);
-  config.attrs = attributes, config.numAttrs = 1;
-  const Status status = started(cudaLaunchKernelEx(&config, finish_kernel, p));
+  const auto stream = static_cast<cudaStream_t>(a.execution.stream);
+  const dim3 grid(static_cast<unsigned>(blocks * p.column_blocks));
+  const Status status = launch_early(finish_kernel, {grid, kThreads, stream}, p);
   if (status != Status::ok) return status;
   return a.epilogue.bias_grad == nullptr
              ? Status::ok
-             : reduce_columns(p.finish.bias_grad, a.epilogue.bias_grad, blocks, n, config.stream);
+             : reduce_columns(p.finish.bias_grad, a.epilogue.bias_grad, blocks, n, stream);
 }
 
 }  // namespace te_mx::sm90

@@ -118,14 +118,8 @@ Status moe_align(const MoeAlignArgs& a) {
   constexpr int64_t kMost = int64_t{1} << 30;
   if (a.experts > kMostExperts || a.positions >= kMost || a.routed >= kMost)
     return Status::unsupported;
-  cudaLaunchAttribute attributes[] = {early_start()};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(a.routed / kPart + 1));
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(a.execution.stream);
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, moe_align_kernel, a));
+  const dim3 grid(static_cast<unsigned>(a.routed / kPart + 1));
+  return launch_early(moe_align_kernel, {grid, kThreads, a.execution.stream}, a);
 }
 
 }  // namespace te_mx::sm90

@@ -73,15 +73,9 @@ Status moe_combine(const MoeCombineArgs& a) {
   const int64_t threads = a.tokens * ((a.n + 3) / 4), ctas = (threads + kThreads - 1) / kThreads;
   if (ctas == 0) return Status::ok;
   if (ctas > INT32_MAX) return Status::unsupported;
-  cudaLaunchAttribute attributes[] = {early_start()};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(a.execution.stream);
-  config.attrs = attributes;
-  config.numAttrs = 1;
   const bool vectors = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.values) % 16 == 0;
-  return started(cudaLaunchKernelEx(&config, moe_combine_kernel, a, vectors));
+  const dim3 grid(static_cast<unsigned>(ctas));
+  return launch_early(moe_combine_kernel, {grid, kThreads, a.execution.stream}, a, vectors);
 }
 
 }  // namespace te_mx::sm90

@@ -56,16 +56,10 @@ Status launch(const MoeParams& p, int64_t pieces, const Device& device, void* st
     if (error != cudaSuccess) return started(error);
     prepared = device.index;
   }
-  cudaLaunchAttribute attributes[] = {early_start()};
-  cudaLaunchConfig_t config{};
   const int64_t items = pieces * p.slices, ctas = int64_t{device.sms} * kCtas;
-  config.gridDim = dim3(static_cast<unsigned>(items < ctas ? items : ctas));
-  config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = static_cast<size_t>(room_bytes<kW, kColumns, kCtas>(pieces));
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, kernel, p));
+  const dim3 grid(static_cast<unsigned>(items < ctas ? items : ctas));
+  const int smem = static_cast<int>(room_bytes<kW, kColumns, kCtas>(pieces));
+  return launch_early(kernel, {grid, kWarps * 32, stream, smem}, p);
 }
 
 // Whether an SM has three CTAs: where there is room, and items are done in fewer turns of a CTA on

@@ -71,14 +71,8 @@ Status launch_unpack(const UnpackParams& p, int64_t k, void* stream) {
   const int64_t row_tiles = int64_t{p.sides[0].row_tiles} + p.sides[1].row_tiles;
   if (row_tiles == 0) return Status::ok;
   if (row_tiles > kMaxY) return Status::unsupported;
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>((k + kTile - 1) / kTile), static_cast<unsigned>(row_tiles));
-  config.blockDim = dim3(kPackThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early, config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, unpack_kernel, p));
+  const dim3 grid(static_cast<unsigned>((k + kTile - 1) / kTile), static_cast<unsigned>(row_tiles));
+  return launch_early(unpack_kernel, {grid, kPackThreads, stream}, p);
 }
 
 }  // namespace

@@ -27,10 +27,6 @@ template <class Params, class Where>
 Status launch_spread(void (*kernel)(Params, Where), std::atomic<bool> (&ready)[64], const Params& p,
                      const Where& where, dim3 grid, int64_t tiles, cudaStream_t stream,
                      Start start) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kQuantizeThreads);
-  config.stream = stream;
   const Device device = current_device();
   std::atomic<bool>& allowed = ready[device.index & 63];
   if (!allowed.load(std::memory_order_relaxed)) {
@@ -39,12 +35,11 @@ Status launch_spread(void (*kernel)(Params, Where), std::atomic<bool> (&ready)[6
     if (status != Status::ok) return status;
     allowed.store(true, std::memory_order_relaxed);
   }
-  config.dynamicSmemBytes = spreading_smem(tiles, device.sms);
-  cudaLaunchAttribute early = early_start();
-  config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
   Params params = p;
   params.beside = start == Start::beside;
-  return started(cudaLaunchKernelEx(&config, kernel, params, where));
+  const int smem = spreading_smem(tiles, device.sms);
+  return launch_early(kernel, {grid, kQuantizeThreads, stream, smem, 0, start != Start::after},
+                      params, where);
 }
 
 // kPlain: whether a direction may be plain.
@@ -105,14 +100,9 @@ __device__ __forceinline__ void add_tiles(const float* partial, void* out, DType
 template <class... Params, class... Args>
 Status launch_adding(void (*kernel)(Params...), int64_t cols, int64_t groups, cudaStream_t stream,
                      Args... args) {
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((cols + kSumWidth - 1) / kSumWidth),
-                        static_cast<unsigned>(groups));
-  config.blockDim = dim3(kSumWidth, kSumHeight);
-  config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, kernel, args...));
+  const dim3 grid(static_cast<unsigned>((cols + kSumWidth - 1) / kSumWidth),
+                  static_cast<unsigned>(groups));
+  return launch_early(kernel, {grid, {kSumWidth, kSumHeight}, stream}, args...);
 }
 
 }  // namespace te_mx::sm90

@@ -135,14 +135,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
 }
 
 Status launch(const RandomParams& p, cudaStream_t stream) {
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = tile_grid(p.q, p.q.col_tiles);
-  config.blockDim = dim3(kQuantizeThreads);
-  config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
+  const dim3 grid = tile_grid(p.q, p.q.col_tiles);
   return with_element(p.q.a.element, [&]<tile::Fp8 kFmt>() {
-    return started(cudaLaunchKernelEx(&config, random_kernel<kFmt>, p));
+    return launch_early(random_kernel<kFmt>, {grid, kQuantizeThreads, stream}, p);
   });
 }
 

@@ -570,14 +570,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
 }  // namespace
 
 Status quantize_both_randomly(const RandomParams& p, cudaStream_t stream) {
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = tile_grid(p.q, p.q.col_tiles);
-  config.blockDim = dim3(kQuantizeThreads);
-  config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
   const auto kernel = p.seed != nullptr ? both_kernel<true> : both_kernel<false>;
-  return started(cudaLaunchKernelEx(&config, kernel, p));
+  return launch_early(kernel, {tile_grid(p.q, p.q.col_tiles), kQuantizeThreads, stream}, p);
 }
 
 }  // namespace te_mx::sm90

@@ -94,14 +94,9 @@ Status columns_of_stacked(const PackArgs& args) {
   p.out_codes = a.k * packed_ld(a.rows), p.out_words = packed_scale_words(a.k, a.rows);
   // NOTE: four bytes of nibbles are aligned where eight of bytes would be.
   p.vectors = a.k % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 8 == 0;
-  cudaLaunchAttribute early = early_start();
-  cudaLaunchConfig_t config{};
-  config.gridDim = tile_grid(p.q, p.q.col_tiles, count);
-  config.blockDim = dim3(kQuantizeThreads);
-  config.stream = static_cast<cudaStream_t>(a.stream);
-  config.attrs = &early, config.numAttrs = 1;
+  const dim3 grid = tile_grid(p.q, p.q.col_tiles, count);
   return with_weights(a.element, [&]<tile::Fp8 kFmt>() {
-    return started(cudaLaunchKernelEx(&config, requantize_kernel<kFmt>, p));
+    return launch_early(requantize_kernel<kFmt>, {grid, kQuantizeThreads, a.stream}, p);
   });
 }
 
