@@ -103,7 +103,7 @@ def _ready(
 
 def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A result of a GEMM where `like` is."""
-    if like.is_cpu and type(like) is Tensor:
+    if like.is_cpu and type(like) is Tensor and not torch.compiler.is_compiling():
         return cpu_memory.empty(tuple(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 

@@ -32,7 +32,7 @@ from te_mx.autograd.grouped import (
     weights_of,
     wgrad_of,
 )
-from te_mx.autograd.linear_recipe import DGRAD, by_steps, mode_of, new_seed
+from te_mx.autograd.linear_recipe import DGRAD, by_steps, makes_again, mode_of, new_seed
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.routing import Route, rows_of, sum_of_rows
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, unflatten
@@ -149,13 +149,13 @@ class GroupedMLPFunction(torch.autograd.Function):
         need_da = need_dx or any(needs[:split])
         second = _Layer.of(x, calls[1], parts[split:], needs[split:], need_da)
         there = on_device(offs, first.form.x.row, x)
-        # Compiled code, which keeps less of everything else, keeps codes.
-        again = not torch.compiler.is_compiling()
-        keeps_x = again and order is not None and top_k >= x.element_size()
-        keeps_x = keeps_x and any(first.need.dw)
+        # Not in compiled code, for the reason of makes_again.
+        keeps_x = order is not None and top_k >= x.element_size() and any(first.need.dw)
+        keeps_x = keeps_x and not torch.compiler.is_compiling()
+        a_again = second.need.dx and makes_again(second.call.settings)
         y_RN, layers, saved = _run(
             _rows(x, order, top_k), Groups(there, calls[0].capacity), (first, second), act, parts,
-            split, keeps_x, again and second.need.dx,
+            split, keeps_x, a_again,
         )  # fmt: skip
         ctx.layers, ctx.act, ctx.x_like, ctx.top_k = layers, act, (x.shape, x.dtype), top_k
         ctx.sinks, ctx.capacity = (calls[0].sink, calls[1].sink), calls[0].capacity

@@ -98,13 +98,10 @@ class BlockCall(NamedTuple):
 
 
 def _makes_again(call: BlockCall, plan_a: linear_recipe.Input) -> bool:
-    """Whether backward makes the columnwise codes of a again, of h: one more read of h against
-    1.03 bytes an element kept. Compiled code, which keeps less of everything else, keeps them: the
-    read is 1 % of a step. GELU inside a GEMM reads the sums before they are rounded to h, so its
-    codes cannot be made again."""
-    if torch.compiler.is_compiling() or call.act.gelu_form is not None:
-        return False
-    return not plan_a.keep and bool(plan_a.target.col)
+    """Whether backward makes the columnwise codes of a again, of h. GELU inside a GEMM reads the
+    sums before they are rounded to h, so its codes cannot be made again."""
+    again = call.act.gelu_form is None and linear_recipe.makes_again(call.settings)
+    return again and not plan_a.keep and bool(plan_a.target.col)
 
 
 def _quantized(

@@ -1,6 +1,7 @@
 """The loss of Transformers' causal language models: convert_model(fuse=True) computes it over parts
-of the tokens (te_mx/autograd/causal_loss.py), for logits in fp32 are what takes the most memory of
-a training step."""
+of the tokens, bit for bit ``F.cross_entropy(logits.float(), labels)``. All logits in fp32, beside
+their logarithms or their gradients, are what takes the most memory of a training step; autograd
+goes back part by part, and frees each."""
 
 from __future__ import annotations
 
@@ -11,13 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_mx.autograd import node
-from te_mx.autograd.causal_loss import CausalLoss
 from te_mx.fusion.sequences import Fusion
 
 _LIBRARY = "transformers.loss.loss_utils"
 _KEPT = "_loss_function"  # where a model of Transformers keeps a function that it is given
+_PART = 1 << 25  # logits that are in fp32 at a time
+_ALIGNED = 16  # tokens: every row of a part lies as it would in all of them, for kernels that look
 _KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels"}
+
+
+def loss_in_parts(logits_TV: Tensor, labels_T: Tensor, ignore: int, reduction: str) -> Tensor:
+    """The sum or mean, fp32, over tokens with another label than `ignore`."""
+    counted = labels_T != ignore
+    words = torch.where(counted, labels_T, 0).unsqueeze(1)
+    step = max(_PART // logits_TV.shape[1] // _ALIGNED, 1) * _ALIGNED
+    parts = zip(logits_TV.split(step), words.split(step), strict=True)
+    picked = torch.cat([F.log_softmax(part.float(), 1).gather(1, own) for part, own in parts])
+    # The sum as cross_entropy makes it.
+    return F.nll_loss(picked, torch.where(counted, 0, -1), ignore_index=-1, reduction=reduction)
 
 
 def _own() -> Any:
@@ -29,7 +41,7 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: An
     """As transformers.loss.loss_utils.ForCausalLMLoss, which runs where nothing is to be gained, or
     where it is asked for more."""
     plain = torch.compiler.is_compiling() or not logits.requires_grad or not kwargs.keys() <= _KNOWN
-    if plain or type(logits) is not Tensor or node.active():
+    if plain or type(logits) is not Tensor:
         return _own()(logits, labels, vocab_size, **kwargs)
     return _in_parts(logits, labels, vocab_size, **kwargs)
 
@@ -42,7 +54,7 @@ def _in_parts(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     words = shift_labels.view(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss: Tensor = CausalLoss.apply(logits.view(-1, vocab_size), words, ignore_index, reduction)
+    loss = loss_in_parts(logits.view(-1, vocab_size), words, ignore_index, reduction)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):
