@@ -45,6 +45,7 @@ void bind_machine(py::module_& m) {
   m.def("isa_current", [] { return static_cast<int32_t>(isa_current()); });
   m.def("parallel_team", [] { return parallel_team(); });  // "inline", "openmp" or "threads"
   m.def("parallel_regions", [] { return parallel_regions(); });
+  m.def("late_steps", [] { return late_steps(); });
   m.def("isa_env_error", [] { return isa_env_error(); });  // str or None
   m.def("peak_gflops", [](int threads) {
     if (threads < 1 || threads > 4096) throw py::value_error("threads must be 1 to 4096");

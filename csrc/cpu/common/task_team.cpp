@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "common/job.h"
+#include "te_mx/cpu.h"
 
 namespace te_mx::cpu {
 namespace {
@@ -25,6 +26,7 @@ struct TaskTeam {
   std::atomic<int64_t> next_task{0}, done{0};
   std::atomic<int> joined{0};
   bool next_is_last = false;             // of the only task
+  bool more_follow = false;              // whatever its problem says
   std::atomic<bool> last{false};         // its last job was shown
   alignas(64) std::atomic<int> news{0};  // counts jobs that were shown, and the end of the tasks
   Board boards[kMostMembers];
@@ -32,6 +34,11 @@ struct TaskTeam {
 
 thread_local TaskTeam* my_team = nullptr;
 thread_local Board* my_board = nullptr;
+std::atomic<int64_t> late{0};
+
+void set_more_follow(bool more) {
+  if (my_team != nullptr && my_team->n_tasks == 1) my_team->more_follow = more;
+}
 
 // Whoever waits spins for a while, then sleeps: on a busy machine others need its core, perhaps the
 // very thread that it waits for, and one that slept comes back first.
@@ -108,13 +115,20 @@ void parallel_tasks(int threads, int64_t n_tasks, int members,
 }
 
 void last_step() {
-  if (my_board != nullptr && my_team->n_tasks == 1) my_team->next_is_last = true;
+  if (my_board == nullptr || my_team->n_tasks != 1) return;
+  my_team->next_is_last = !my_team->more_follow;
 }
+
+MoreSteps::MoreSteps(bool follow) { set_more_follow(follow); }
+MoreSteps::~MoreSteps() { set_more_follow(false); }
+
+int64_t late_steps() { return late.load(std::memory_order_relaxed); }
 
 bool share_with_team(Job& job) {
   Board* const board = my_board;
   if (board == nullptr) return false;
   my_board = nullptr;  // a parallel_for inside an item runs by itself
+  if (my_team->last.load(std::memory_order_relaxed)) late.fetch_add(1, std::memory_order_relaxed);
   board->job.store(&job);
   if (my_team->next_is_last) my_team->last.store(true);
   tell(*my_team);

@@ -37,6 +37,13 @@ void parallel_tasks(int threads, int64_t n_tasks, int members, F&& body) {
 // Others after it run on this thread alone.
 void last_step();
 
+// While one lives, last_step() says nothing: this task goes on after the problem that says it.
+class MoreSteps {
+ public:
+  explicit MoreSteps(bool follow);
+  ~MoreSteps();
+};
+
 // For parallel_for: offers a job to the team that runs the calling task and returns true when its
 // items are done; false outside of tasks.
 struct Job;

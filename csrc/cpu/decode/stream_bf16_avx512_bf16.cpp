@@ -155,17 +155,15 @@ class Stream {
         kept_(round_up(m_, x_rows_)),
         blocks_(ceil_div(w_.k, kBlock)) {}
 
-  // D[:, n0 .. n0+15]
-  void run_group(const bf16::Avx512Decoder& decoder, int64_t n0) const {
+  // D[:, n0 .. end - 1], sixteen columns at most
+  void run_group(const bf16::Avx512Decoder& decoder, int64_t n0, int64_t end) const {
     alignas(64) float turned[kStreamMaxRows * Tuning::kGroup];
+    const int64_t cols = least(end - n0, Tuning::kGroup);
     if (kept_ <= 4) {
-      sum_group(decoder, n0, turned);
+      sum_group(decoder, n0, cols, turned);
     } else {
-      for (int64_t q = 0; q < Tuning::kGroup && n0 + q < w_.rows; q += Tuning::kQuad) {
-        sum_quad(decoder, n0 + q, turned + q);
-      }
+      for (int64_t q = 0; q < cols; q += Tuning::kQuad) sum_quad(decoder, n0 + q, turned + q);
     }
-    const int64_t cols = w_.rows - n0 < Tuning::kGroup ? w_.rows - n0 : Tuning::kGroup;
     epilogue_(context_, turned, Tuning::kGroup, 0, n0, static_cast<int>(m_),
               static_cast<int>(cols));
   }
@@ -174,11 +172,12 @@ class Stream {
   static_assert(Tuning::kGroup == 16 && Tuning::kQuad == 4, "row_sums() takes sixteen sums");
   using Simd = mxtile::simd::Avx512;
 
-  // turned[m][16] of the rows of weights from n0 on, for up to four rows of x.
-  void sum_group(const bf16::Avx512Decoder& decoder, int64_t n0, float* turned) const {
+  // turned[m][16] of `cols` rows of weights from n0 on, for up to four rows of x.
+  void sum_group(const bf16::Avx512Decoder& decoder, int64_t n0, int64_t cols,
+                 float* turned) const {
     alignas(64) float sums[Tuning::kGroup * 4 * 16];
     std::memset(sums, 0, static_cast<size_t>(Tuning::kGroup * kept_ * 16) * 4);
-    for (int64_t q = 0; q < Tuning::kGroup && n0 + q < w_.rows; q += Tuning::kQuad) {
+    for (int64_t q = 0; q < cols; q += Tuning::kQuad) {
       for (int64_t b = 0; b < blocks_; b += Tuning::kLongChunk) {
         run_quad(n0 + q, b, least(blocks_ - b, Tuning::kLongChunk),
                  [&](const Quad& quad, int64_t line) {
@@ -419,11 +418,15 @@ Status run(const Range&, const void* lhs, const void*, const EpilogueContext& co
   const Stream stream(static_cast<const uint16_t*>(lhs), context);
   const int64_t n = context.args->rhs.rows;
   const int threads = context.args->threads;
-  const int64_t rows = stream_item_rows(n, threads, Tuning::kGroup, Tuning::kItemRows);
+  // Few columns and a long k are shared by fours, that all threads have some.
+  const bool few = n <= Tuning::kGroup * threads;
+  const int64_t step = few ? Tuning::kQuad : Tuning::kGroup;
+  const int64_t rows = stream_item_rows(n, threads, step, Tuning::kItemRows);
   parallel_for(threads, ceil_div(n, rows), [&](int64_t item) {
     const bf16::Avx512Decoder decoder(context.args->rhs.element);
     const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
-    for (int64_t n0 = item * rows; n0 < end; n0 += Tuning::kGroup) stream.run_group(decoder, n0);
+    for (int64_t n0 = item * rows; n0 < end; n0 += Tuning::kGroup)
+      stream.run_group(decoder, n0, end);
   });
   return Status::ok;
 }

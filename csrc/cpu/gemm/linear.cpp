@@ -292,8 +292,10 @@ Status linear_backward(const LinearArgs& a, uint32_t& ran) {
       status = quantize(w);
     }
     Kernel dx{}, dw{};
-    if (status == Status::ok && a.w_columns)
+    if (status == Status::ok && a.w_columns) {
+      const MoreSteps dw_follows(a.dw != nullptr);
       status = run_gemm(a, dx_of(a, g_row, w_col), behind, dx);
+    }
     if (status == Status::ok && a.dw != nullptr)
       status = run_gemm(a, dw_of(a, g_col, a.x_col), behind, dw);
     ran = static_cast<uint32_t>(dx) | static_cast<uint32_t>(dw) << 8;

@@ -61,6 +61,8 @@ bool stream_pays(Kernel stream, int64_t m, int64_t n, int64_t k);
 const char* parallel_team();
 // How often a team was called together so far. Every time is a wait for its slowest thread.
 int64_t parallel_regions();
+// task_team.cpp: how many steps had items for a team that had been sent away; there should be none
+int64_t late_steps();
 
 // peak.cpp
 // The fastest multiply instruction of isa_current() on operands in registers; takes about 0.3 s.

@@ -159,6 +159,10 @@ def test_one_team_for_all_steps_of_a_call(threads):
     layer = te_mx.Linear(1024, 600, bias=False)
     with torch.no_grad(), te_mx.autocast():
         assert teams(lambda: layer(x[:400])) == 1  # small: quantized in the same call
+    with te_mx.autocast():
+        y, late = layer(x[:400].requires_grad_()), native.late_steps()
+        y.sum().backward()
+    assert native.late_steps() == late, "wgrad runs after dgrad sent the team away"
     threads(1)
     assert teams(lambda: ops.gemm_2d(b, a, out_dtype=torch.float32)) == 0
     assert torch.equal(ops.gemm_2d(b, a, out_dtype=torch.float32).out, expected)
