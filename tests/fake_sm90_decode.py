@@ -31,6 +31,7 @@ class DecodeArgs:
         self.m = self.n = self.k = self.w = self.w_element = self.x = self.ldx = 0
         self.x_dtype = self.x_scales = self.x_element = self.rule = self.out = self.ldo = 0
         self.x_as_is = self.factors = self.exact = self.activates = False
+        self.spread = 8
         self.amax_epsilon, self.act, self.groups = 0.0, 1, None
         self.out_dtype = self.bias = self.bias_dtype = self.device = self.stream = 0
         self.workspace = self.workspace_bytes = 0

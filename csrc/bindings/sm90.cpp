@@ -233,6 +233,7 @@ void bind_decode(py::module_& m) {
       .field("w", &DecodeArgs::w)
       .field("ldw", &DecodeArgs::ldw)
       .field("w_scales", &DecodeArgs::w_scales)
+      .field("spread", &DecodeArgs::spread)
       .field("w_packed", &DecodeArgs::w_packed)
       .field("w_element", &DecodeArgs::w_element)
       .field("factors", &DecodeArgs::factors)

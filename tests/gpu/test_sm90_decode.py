@@ -3,6 +3,8 @@ it, tails, NaN; frozen layers that run on it."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from decode_calls import (
@@ -68,6 +70,15 @@ def cuts(x, w, w_fmt):
     return total
 
 
+def lost(x, scales, w, w_fmt, lies):
+    """The same, and what aligning x takes from the last places of blocks beside larger ones, where
+    weights lie in tiles."""
+    if w_fmt != "mxfp8_e4m3" or lies == "rows":
+        return cuts(x, w, w_fmt)
+    moved = torch.exp2(scales.double() - 129).repeat_interleave(32, 1)[:, : x.shape[1]]
+    return cuts(x, w, "fp8_e4m3_1x128") + moved @ w.abs().t()
+
+
 @every_weight
 @as_it_lies
 @pytest.mark.parametrize("exact", [False, True])
@@ -84,7 +95,7 @@ def test_products_are_within_the_bound_of_the_contract(shape, exact, lies, w_fmt
         sums, size = x @ w.t() + bias.double(), x.abs() @ w.abs().t() + bias.double().abs()
         near = (k + 2) * 2.0**-24 * size + 2.0**-150
         if not (exact or number == 2):
-            near += cuts(x, w, w_fmt)
+            near += lost(x, scales, w, w_fmt, lies)
         for out_dtype in (F32, BF16, F16):
             out = nothing(m, n, out_dtype)
             decode(form, w_fmt, values, out[:, :n], k, **how)
@@ -195,7 +206,7 @@ def test_inputs_as_they_are_from_one_end_of_bf16_to_the_other():
 @pytest.mark.parametrize("shape", [(2304, 6144), (100, 1000)], ids=str)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, w_fmt):
     n, k = shape
-    form, _ = packed(spread(n, k, 4, 1), w_fmt)
+    form, _ = packed(spread(n, k, 4, 1), w_fmt, "rows" if w_fmt == "mxfp4" else "packed")
     x = spread(64, k, 4, 2).bfloat16()
     out = decode(form, w_fmt, x, torch.empty(64, n, device="cuda"), k)
     for first, rows in ((0, 1), (3, 5), (7, 8), (20, 11), (30, 16), (16, 17), (10, 40)):
@@ -203,9 +214,27 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, w_fmt):
         assert torch.equal(bits(few), bits(out[first : first + rows]))
 
 
+@pytest.mark.parametrize("first", range(1, 301, 25))
+@pytest.mark.parametrize("w_fmt", MX)
+def test_every_number_of_rows(w_fmt, first):
+    """Each row has the bits that it has among all."""
+    n, k, lies = 300, 1024, "rows" if w_fmt == "mxfp4" else "packed"
+    form, w = packed(spread(n, k, 3, 1), w_fmt, lies)
+    values = spread(300, k, 6, 2).bfloat16()
+    _, scales, x = quantized(values, x_format(w_fmt))
+    limit = (k + 2) * 2.0**-24 * (x.abs() @ w.abs().t()) + lost(x, scales, w, w_fmt, lies)
+    whole = decode(form, w_fmt, values, nothing(300, n)[:, :n], k)
+    assert bool(((whole.double() - x @ w.t()).abs() <= limit).all())
+    for m in range(first, first + 25):
+        out = nothing(m, n)
+        decode(form, w_fmt, values[:m], out[:, :n], k)
+        assert torch.equal(bits(out[:, :n]), bits(whole[:m])), m
+        assert bool(out[:, n:].isnan().all()), m
+
+
 @as_it_lies
 @pytest.mark.parametrize("w_fmt", MX)
-@pytest.mark.parametrize("m", [2, 20])
+@pytest.mark.parametrize("m", [2, 20, 100])
 def test_nan_and_inf_stay_where_they_are(m, w_fmt, lies):
     n, k = 70, 300
     fmt = formats.get(w_fmt)
@@ -235,8 +264,8 @@ def test_scales_at_both_ends_multiply_exactly():
 
 def test_unaligned_and_strided_rows():
     n, k = 48, 72
-    form, _ = packed(spread(n, k, 4, 1), "mxfp8_e4m3")
-    for dtype in (BF16, F32):
+    forms = [packed(spread(n, k, 4, 1), "mxfp8_e4m3", lies)[0] for lies in ("rows", "packed")]
+    for dtype, form in product((BF16, F32), forms):
         x = spread(9, k, 4, 2).to(dtype)
         wide = torch.zeros(9, k + 5, dtype=dtype, device="cuda")
         wide[:, 1 : k + 1] = x

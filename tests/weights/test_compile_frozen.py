@@ -109,7 +109,7 @@ def test_the_native_calls_and_the_bits_are_those_of_eager(kind, recipe, drop):
         x = rows(m)
         expected, eager = run(module, x, recipe=recipe), calls()
         assert same(compiled(x, recipe=recipe), expected) and calls() == eager
-        assert bool(eager) == (m <= (64 if drop else 32))
+        assert bool(eager) == (m <= (64 if drop or recipe == "mxfp8" else 32))
         if eager:
             module.__dict__["_tag"] = -1
             compiled(x, recipe=recipe)
@@ -158,7 +158,7 @@ def test_any_number_of_rows_are_quantized_once_for_all_layers():
     for m in (90, 3):
         x = rows(m)
         assert same(compiled(x), (run(first, x), run(second, x)))
-    assert compiled.code.count("te_mx.quantize_beyond") == 2  # few are other numbers for each
+    assert compiled.code.count("te_mx.quantize_beyond") == 1
     assert compiled.graphs == 1
 
 

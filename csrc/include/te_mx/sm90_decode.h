@@ -110,11 +110,26 @@ constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
   return blocks < m ? blocks : m;
 }
 
+// Of one matrix of MXFP8 in tiles a CTA has 128 rows instead (decode/wide_kernel.cuh), and x is
+// aligned for a quad, in so many passes at most (decode/aligned_rows.cuh): bytes of a quad of x, of
+// rows of a block, and quads times rows of x that a CTA makes by itself.
+inline constexpr int kMostPasses = 4, kWideOwnQuads = 64;
+constexpr int aligned_bytes(int rows) { return rows * (kDecodeQuad + 4); }
+constexpr int wide_rows(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : kDecodeMostRows; }
+// CTAs of a cluster, the parts of k: three for two SMs, more or less, were the fastest of all that
+// there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md).
+constexpr int wide_cluster(int64_t n, int64_t k, int sms) {
+  const int64_t tiles = (n + 127) / 128, best = (290 * int64_t{sms} / 100 + tiles) / (2 * tiles);
+  const int64_t most = decode_quads(k) < kDecodeMaxCluster ? decode_quads(k) : kDecodeMaxCluster;
+  return static_cast<int>(best < 1 ? 1 : best < most ? best : most);
+}
+
 // out[m, n] = act(x[m, k] @ w[n, k]^T + bias). With groups, each of them has a w and a bias of its
 // own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
 // quantize(), or of 16 bits as they are; or plain codes with their scales.
 //
-// Sums of a block of 32 (of 128 where scales are factors) come from the FP8 tensor cores, or from
+// Sums of a block of 32 (of 128 where scales are factors, and of MXFP8 in tiles) come from the FP8
+// tensor cores, or from
 // those of fp16 where `exact`, where x are values as they are, and where x has codes of E5M2.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
@@ -122,6 +137,7 @@ struct DecodeArgs {
   const uint8_t* w = nullptr;
   int64_t ldw = 0;
   const void* w_scales = nullptr;
+  int32_t spread = 8;                 // octaves that blocks of x may be apart, of weights in tiles
   bool w_packed = false;              // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
   Element w_element = Element::e4m3;  // E4M3 or E2M1
   bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides

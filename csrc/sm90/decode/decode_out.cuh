@@ -113,6 +113,31 @@ struct SumsPlace {
   }
 };
 
+// Eight sums of a lane, of all parts in order.
+__device__ __forceinline__ void add_parts(const float* from, int parts, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = from[16 * i];
+#pragma unroll 4
+  for (int part = 1; part < parts; ++part) {
+    from += 128;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] += from[16 * i];
+  }
+}
+
+// Eight sums side by side, of which `count` exist, from column n of a row of out on; bias0: where
+// the bias of its matrix starts.
+__device__ __forceinline__ void write_eight(const DecodeOut& out, int64_t row, int n, int64_t bias0,
+                                            int count, float (&v)[8]) {
+  if (out.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < count) v[i] += load_number(out.bias, bias0 + n + i, out.bias_dtype);
+  }
+  if (out.activates) activate(out, v);
+  store_eight(out.out, row * out.ld + n, out.dtype, v, count);
+}
+
 // Rows of a block whose out is written by finish_few(); of more, by finish_wide().
 inline constexpr int kFinishRows = 8;
 
@@ -134,23 +159,8 @@ __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& pl
     const float* from = reinterpret_cast<const float*>(sums + slot * place.parts * 32) +
                         lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = from[16 * i];
-#pragma unroll 4
-    for (int part = 1; part < place.parts; ++part) {
-      from += 128;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] += from[16 * i];
-    }
-    if (out.bias != nullptr) {
-      const int64_t bias0 = int64_t{rows.group} * p.n + n;
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (i < count) v[i] += load_number(out.bias, bias0 + i, out.bias_dtype);
-    }
-    if (out.activates) activate(out, v);
-    const int64_t row = rows.first + col;
-    store_eight(out.out, row * out.ld + n, out.dtype, v, count);
+    add_parts(from, place.parts, v);
+    write_eight(out, rows.first + col, n, int64_t{rows.group} * p.n, count, v);
   }
 }
 

@@ -71,10 +71,17 @@ template <Element kFmt, bool kFactors>
 Status run_decode_any(const DecodeTask& t, bool halves) {
   const int rows = decode_rows(t.rows.m, t.rows.groups.count);
   if (halves) return run_decode_narrow<kFmt, true, kFactors>(t, rows);
-  return t.split.warpgroups == 4 && t.rows.groups.count == 0
-             ? run_decode_wide<kFmt, kFactors>(t, rows)
-             : run_decode_narrow<kFmt, false, kFactors>(t, rows);
+  // NOTE: of MXFP8 it is groups, and what no layer has, that come here.
+  if constexpr (kFactors || kFmt == Element::e2m1) {
+    if (t.split.warpgroups == 4 && t.rows.groups.count == 0)
+      return run_decode_wide<kFmt, kFactors>(t, rows);
+  }
+  return run_decode_narrow<kFmt, false, kFactors>(t, rows);
 }
+
+// wide_kernel, of one matrix of MXFP8 in tiles; spread: the octaves that blocks of a row of x may
+// be apart. unsupported: a part of k is too long.
+Status run_wide(const DecodeTask& t, int spread, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
 Status run_decode_e2m1(const DecodeTask& t, bool halves);

@@ -131,13 +131,19 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
 }
 
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
-  int rows = decode_rows(m, groups);
-  if (rows <= kDecodeOwnRows) {
-    if (groups > 0 || !decode_is_long(m, k, Element::e4m3)) return 0;
-    rows = 16;
+  const int rows = decode_rows(m, groups);
+  const int64_t quads = decode_quads(k);
+  int64_t few = 0;
+  if (rows > kDecodeOwnRows || (groups == 0 && decode_is_long(m, k, Element::e4m3))) {
+    const int kept = std::max(rows, 16);
+    few = quads * (decode_input_bytes(kept, true) + decode_scale_bytes(kept)) *
+          decode_blocks(m, groups, kept);
   }
-  return decode_quads(k) * (decode_input_bytes(rows, true) + decode_scale_bytes(rows)) *
-         decode_blocks(m, groups, rows);
+  if (groups > 0) return few;
+  const int64_t blocks = ceil_div(m, wide_rows(m));
+  const int64_t wide =
+      quads * (blocks * kMostPasses * aligned_bytes(wide_rows(m)) + ceil_div(m, 16));
+  return std::max(few, wide);
 }
 
 }  // namespace te_mx::sm90

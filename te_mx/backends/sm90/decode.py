@@ -17,7 +17,7 @@ from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
 from te_mx.backends.sm90.layouts import SM90_FACTORS, SM90_FROZEN
-from te_mx.backends.sm90.layouts.tiles import BLOCK, TILE, tile_element
+from te_mx.backends.sm90.layouts.tiles import BLOCK, MAX_SPREAD, TILE, tile_element
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import Problem, frozen_rows
@@ -37,7 +37,7 @@ LEAST_FACTOR, MOST_FACTOR = 2.0**-60, 2.0**60
 PACKED = "sm90", SM90_FACTORS.name, SM90_FROZEN.name
 FAR = 3  # the class of tiles with others
 QUAD = 128  # of k that fp32 scales are for
-MOST_BESIDE_TILES = 32  # rows, of a weight that the GEMM finds in tiles: it is faster on more
+MOST_BESIDE_TILES = 32  # rows, of blockwise FP8 that the GEMM finds so: it is faster on more
 
 
 class Decoded:
@@ -53,7 +53,7 @@ class Decoded:
         self.record = self.native.DecodeArgs(
             m=p.m, n=p.n, k=p.k, w_element=w, x_element=x, x_as_is=not p.lhs,
             factors=of_w.name in BLOCKWISE, factor_rows=of_w.scaling.block[0],
-            rule=SCALE_RULES[rule],
+            rule=SCALE_RULES[rule], spread=_spread(p.rhs),
             amax_epsilon=epsilon, exact=p.precision == "exact", ldo=p.n, device=self.index,
         )  # fmt: skip
         self.nbytes = self.record.workspace_bytes = self.native.decode_workspace(p.m, p.k, p.groups)
@@ -100,7 +100,7 @@ class Decode(FrozenKernel):
 
     def accepts(self, problem: Problem) -> str | None:
         fmt, _, lies = problem.rhs.partition("@")
-        in_tiles = lies != "any" and not problem.groups
+        in_tiles = lies != "any" and not problem.groups and fmt != "mxfp8_e4m3"
         problem = problem._replace(rhs=f"{fmt}@any")  # whichever of both it is given
         reason = why_not(problem, formats=MX + BLOCKWISE)
         if reason is None:
@@ -128,6 +128,11 @@ class Decode(FrozenKernel):
             return None
         codes, scales = SM90_FROZEN.aligned(row.codes, row.scales)
         return row._replace(codes=codes, scales=scales)
+
+
+def _spread(spec: str) -> int:
+    """Octaves that the blocks of a row of x may be apart for one scale: as those of a weight."""
+    return int(spec.partition("sm90:")[2] or MAX_SPREAD)
 
 
 def _fits(row: Operand) -> bool:

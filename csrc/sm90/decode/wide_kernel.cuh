@@ -1,0 +1,401 @@
+// Rows of x times MXFP8 weights that stand still in tiles (sm90_layout.h), of which a CTA has 128
+// rows: out[row, n] = sum over k of x[row, k] w[n, k].
+//
+// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster. The transposed product on
+// wgmma: weights are operand A, from shared memory as they came; x, aligned for 128 of k
+// (aligned_rows.cuh), is operand B, so that a tile of one scale for a row has one sum of a quad to
+// go to fp32. CTAs of a cluster have parts of k, whose sums go to the CTA that adds them up, in
+// order: the bits of a row depend on n and k, not on the other rows of x nor on their number.
+//
+// One warp asks for quads, first of all those of weights, before it waits for the kernel that wrote
+// x; two warpgroups multiply 64 rows of weights each. A few rows of x every CTA makes by itself.
+#pragma once
+
+#include "common/shares.cuh"
+#include "decode/aligned_rows.cuh"
+#include "decode/decode_out.cuh"
+#include "decode/decode_weights.cuh"
+#include "mxtile/sm90/cluster.cuh"
+#include "mxtile/sm90/tma.cuh"
+#include "mxtile/sm90/wgmma_shared.cuh"
+
+namespace te_mx::sm90 {
+
+inline constexpr int kWideMath = 256, kWideThreads = kWideMath + 32;
+inline constexpr int kWideRows = 128;                         // of weights
+inline constexpr int kWideWeights = kWideRows * kDecodeQuad;  // bytes of a quad
+inline constexpr int kWideWords = 4 * (kWideRows + 4);        // and of its scales
+inline constexpr int kWideMostStages = 8;
+
+struct WideParams {
+  AlignedInput x;
+  const uint8_t* words = nullptr;  // scales of tiles
+  int64_t words_quad = 0;          // bytes from a quad to the next
+  int n = 0, cluster = 1, blocks = 1, stages = 0;
+  Shares parts;  // of quads
+  DecodeOut out;
+};
+
+// Where things lie in shared memory. x: of a CTA that makes it, codes of all quads, then scales.
+struct WideRoom {
+  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, bytes;
+};
+
+// kMakes: every CTA makes its x.
+template <int kCols, bool kMakes>
+struct WideMath {
+  static constexpr int kX = kCols, kFloats = kCols / 2;
+  static constexpr bool kMakesX = kMakes;
+  static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
+  // Of a stage, with prepared x; beside it scales of both.
+  static constexpr int kStage = kWideWeights + (kMakesX ? 0 : kCodes);
+  static constexpr int kBeside = kWideWords + (kMakesX ? 0 : kScales);
+
+  __host__ __device__ static constexpr WideRoom room(int stages, int cluster, int quads) {
+    WideRoom r{};
+    r.x_at = stages * kStage;
+    r.sums_at = r.x_at + (kMakesX ? quads * kCodes : 0);
+    r.x_scales_at = r.sums_at + (kCols + cluster - 1) / cluster * cluster * 512;
+    r.beside_at = r.x_scales_at + (kMakesX ? quads * kScales : 0);
+    r.passes_at = r.beside_at + stages * kBeside;
+    r.bars_at = r.passes_at + (quads + 1) / 2 * 8;
+    r.bytes = r.bars_at + (2 * kWideMostStages + 2) * 8;
+    return r;
+  }
+};
+
+// What a CTA has to do, and where.
+template <class Math>
+struct WidePlace {
+  const WideParams& p;
+  int rank, tile_n, block, first, length;  // first, length: of its quads
+  WideRoom room;
+  uint8_t* smem;
+  uint32_t base, full, empty;  // shared addresses; barriers of stages that are there, were read
+  uint64_t* bars;
+  int* passes;  // of quads
+  int* most_passes;
+
+  __device__ __forceinline__ WidePlace(const WideParams& p, uint8_t* smem)
+      : p(p), rank(static_cast<int>(tile::cluster_rank())), smem(smem) {
+    const int index = static_cast<int>(tile::cluster_index());
+    tile_n = index / p.blocks, block = index - tile_n * p.blocks;
+    const Range quads(p.parts, rank);
+    first = quads.first, length = quads.last - first;
+    // NOTE: parts differ by a quad, places must not.
+    room = Math::room(p.stages, p.cluster, p.parts.least + 1);
+    base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kWideMostStages;
+    bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
+    passes = reinterpret_cast<int*>(smem + room.passes_at);
+    most_passes = reinterpret_cast<int*>(sums_bar() + 1);
+  }
+  __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kWideMostStages; }
+  __device__ __forceinline__ int rows() const { return min(p.x.m - block * Math::kX, Math::kX); }
+  // Fragments of 16 rows of weights and 8 of x that this CTA adds up.
+  __device__ __forceinline__ int mine() const {
+    return (Math::kX - rank + p.cluster - 1) / p.cluster;
+  }
+  __device__ __forceinline__ uint32_t stage(int s) const { return base + s * Math::kStage; }
+  __device__ __forceinline__ uint32_t beside(int s) const {
+    return base + room.beside_at + s * Math::kBeside;
+  }
+  // By one thread.
+  __device__ __forceinline__ void start() const {
+    for (int i = 0; i < p.stages; ++i) {
+      tile::mbar_init(bars + i, 1);
+      tile::mbar_init(bars + kWideMostStages + i, kWideMath / 32);
+    }
+    tile::mbar_init(sums_bar(), 1);
+    tile::mbar_init_fence();
+    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
+    *most_passes = 1;
+    for (int i = 0; i < length; ++i) passes[i] = 1;
+  }
+};
+
+// One lane of the warp that asks for what the others multiply.
+template <class Math>
+struct WideProducer {
+  const WidePlace<Math>& at;
+  const CUtensorMap* map;
+
+  // Weights of the CTA's quad i to stage s.
+  __device__ __forceinline__ void ask_weights(int i, int s) const {
+    const uint32_t bar = at.full + 8 * s;
+    const int q = at.first + i;
+    tile::mbar_arrive_expect(bar, Math::kStage + Math::kBeside);
+    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.tile_n * kWideRows);
+    tile::bulk_load(at.beside(s), at.p.words + q * at.p.words_quad + at.tile_n * kWideWords,
+                    kWideWords, bar);
+  }
+  __device__ __forceinline__ void ask_x(int pass, int i, int s) const {
+    if constexpr (!Math::kMakesX) {
+      const uint32_t bar = at.full + 8 * s;
+      const uint8_t* const from = at.p.x.at(at.block, pass, at.first + i);
+      tile::bulk_load(at.stage(s) + kWideWeights, from, Math::kCodes, bar);
+      tile::bulk_load(at.beside(s) + kWideWords, from + Math::kCodes, Math::kScales, bar);
+    }
+  }
+  // All quads, one after the other.
+  __device__ __forceinline__ void ask_all() const {
+    const int stages = at.p.stages, ahead = min(stages, at.length);
+    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
+    tile::await_predecessors();
+    for (int i = 0; i < ahead; ++i) ask_x(0, i, i);
+    int s = 0, phase = 0;
+    for (int i = ahead; i < at.length; ++i) {
+      tile::mbar_wait(at.empty + 8 * s, phase);
+      ask_weights(i, s);
+      ask_x(0, i, s);
+      if (++s == stages) s = 0, phase ^= 1;
+    }
+  }
+  // Further passes. NOTE: what is rare waits until everything before was read.
+  __device__ __forceinline__ void ask_passes() const {
+    const int stages = at.p.stages, most = *at.most_passes;
+    int turn = at.length;
+    for (int pass = 1; pass < most; ++pass) {
+      for (int i = 0; i < at.length; ++i) {
+        if (at.passes[i] <= pass) continue;
+        tile::mbar_wait(at.empty + 8 * ((turn - 1) % stages), (turn - 1) / stages & 1);
+        ask_weights(i, turn % stages);
+        ask_x(pass, i, turn % stages);
+        ++turn;
+      }
+    }
+  }
+};
+
+// Sums of a warp: of lane 4g + t rows g and g + 8 of its 16 of weights, rows 8j + 2t and
+// 8j + 2t + 1 of x.
+template <class Math>
+struct WideSums {
+  static constexpr int kFloats = Math::kFloats;
+  float v[kFloats] = {};
+
+  // w: wgmma_desc of the warpgroup's weights; low, high: words of the lane's rows; scales: of the
+  // lane's rows of x, a shared address. kLater: of a further pass, where rows with a scale of 0
+  // have none.
+  template <bool kLater>
+  __device__ __forceinline__ void add(uint32_t w, uint32_t low, uint32_t high, uint32_t cls,
+                                      uint32_t x, uint32_t scales) {
+    float d[kFloats] = {};
+    if (cls < 2) {
+      tile::wgmma_fence();
+      tile::wgmma_shared<false>(d, w, x);
+      tile::wgmma_shared<true>(d, w + 2, x + 2);
+      tile::wgmma_shared<true>(d, w + 4, x + 4);
+      tile::wgmma_shared<true>(d, w + 6, x + 6);
+      // NOTE: the low bits of such words may say how to unpack codes.
+      promote<kLater>(d, __uint_as_float(low & 0x7F800000u), __uint_as_float(high & 0x7F800000u),
+                      scales);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
+      tile::wgmma_fence();
+      tile::wgmma_shared<false>(d, w + 2 * i, x + 2 * i);
+      promote<kLater>(d, scale_of(low, 0), scale_of(high, 0), scales);
+    }
+  }
+
+ private:
+  template <bool kLater>
+  __device__ __forceinline__ void promote(float (&d)[kFloats], float low, float high,
+                                          uint32_t scales) {
+    tile::wgmma_commit();
+    tile::wgmma_wait<0>();
+    tile::wgmma_pin(d);
+    // NOTE: one product after the other; that of the scales need not be a number of fp32.
+    const auto one = [&](int i, float w, float x) {
+      if (!kLater || x != 0.0f) v[i] = fmaf(d[i] * w, x, v[i]);
+    };
+    const auto four = [&](int i, uint32_t even, uint32_t odd) {
+      one(i, low, __uint_as_float(even)), one(i + 1, low, __uint_as_float(odd));
+      one(i + 2, high, __uint_as_float(even)), one(i + 3, high, __uint_as_float(odd));
+    };
+    if constexpr (Math::kX == 8) {
+      const uint2 two = tile::load_shared8(scales);
+      four(0, two.x, two.y);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Math::kX / 16; ++i) {
+        const uint4 s = tile::load_shared16(scales + i * 64);
+        four(8 * i, s.x, s.y), four(8 * i + 4, s.z, s.w);
+      }
+    }
+  }
+};
+
+// Makes pass `number` of the CTA's slice of x, of bf16 values in whole vectors, by the warps that
+// multiply; the first time counts passes, too.
+template <class Math>
+__device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int number) {
+  constexpr int kWorkers = kWideMath / 16, kBatch = 4;
+  const AlignedInput& a = at.p.x;
+  const int worker = static_cast<int>(threadIdx.x) / 16, lane = threadIdx.x % 16;
+  // NOTE: both halves of a warp have a row of the same quad.
+  const int count = at.rows(), even = (count + 1) & ~1, all = at.length * even;
+#pragma unroll 1
+  for (int begin = worker; begin < all; begin += kWorkers * kBatch) {
+    AlignedValues<__nv_bfloat16, true> x[kBatch];
+    int quads[kBatch], rows[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int one = begin + j * kWorkers, q = one / even, r = one - q * even;
+      const int k = (at.first + q) * kDecodeQuad + lane * 8;
+      const bool there = one < all && r < count;
+      quads[j] = q, rows[j] = there ? r : -1;
+      x[j].load(a.in, at.block * Math::kX + (there ? r : 0), k, there ? a.k - k : 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if ((begin & ~1) + j * kWorkers >= all) break;
+      AlignedEight eight(x[j], a.in);
+      uint2 made;
+      int e = -1, passes = number + 1;
+#pragma unroll 1
+      for (int i = 0; i <= number; ++i) e = eight.pass(i, a.spread, made);
+      if (rows[j] >= 0) {
+        store_aligned(at.smem + at.room.x_at + quads[j] * Math::kCodes, made, rows[j], lane);
+        if (lane == 0)
+          reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
+                                   quads[j] *
+                                       Math::kScales)[aligned_scale_place<Math::kX == 8>(rows[j])] =
+              aligned_scale(e);
+      }
+      if (number > 0 || !eight.more()) continue;
+#pragma unroll 1
+      for (; eight.more(); ++passes) eight.pass(passes, a.spread, made);
+      atomicMax(at.passes + quads[j], passes), atomicMax(at.most_passes, passes);
+    }
+  }
+  tile::fence_async_proxy();
+}
+
+// Sends the sums of a CTA's part of k to those who add them up.
+template <class Math>
+__device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideSums<Math>& sums,
+                                          int warp, int lane) {
+  const int cluster = at.p.cluster;
+  float4* const all = reinterpret_cast<float4*>(at.smem + at.room.sums_at) + at.rank * 32 + lane;
+#pragma unroll
+  for (int j = 0; j < Math::kX / 8; ++j) {
+    const int fragment = j * 8 + warp, turn = fragment / cluster;
+    const float* const v = sums.v + 4 * j;
+    float4* const to = all + turn * cluster * 32;
+    if (cluster == 1) {
+      *to = {v[0], v[1], v[2], v[3]};
+    } else {
+      tile::send(to,
+                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                       __float_as_uint(v[3])},
+                 at.sums_bar(), fragment - turn * cluster);
+    }
+  }
+}
+
+// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
+// a row of x and eight of the weights.
+template <class Math>
+__device__ __forceinline__ void finish_tile(const WidePlace<Math>& at) {
+  const int lane = threadIdx.x % 16, half = lane % 2, count = at.rows(), mine = at.mine();
+  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += kWideMath / 16) {
+    const int fragment = at.rank + slot * at.p.cluster, col = fragment / 8 * 8 + lane / 2;
+    const int n = at.tile_n * kWideRows + fragment % 8 * kDecodeRows + half * 8;
+    const int there = min(8, at.p.n - n);
+    if (col >= count || there <= 0) continue;
+    const float* const from = reinterpret_cast<const float*>(at.smem + at.room.sums_at) +
+                              slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
+    float v[8];
+    add_parts(from, at.p.cluster, v);
+    write_eight(at.p.out, int64_t{at.block} * Math::kX + col, n, 0, there, v);
+  }
+}
+
+template <class Math>
+__global__ void __launch_bounds__(kWideThreads, 2)
+    wide_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ WideParams p) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = threadIdx.x % 32;
+  const WidePlace<Math> at(p, smem);
+  if (threadIdx.x == kWideMath) tile::tma_prefetch(&map), at.start();
+  __syncthreads();
+  if (p.cluster > 1) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
+  tile::let_dependents_start();
+
+  constexpr int kPassesKnown = 1, kMath = 2;  // named barriers
+  if (warp == kWideMath / 32) {
+    const WideProducer<Math> producer{at, &map};
+    const bool asks = tile::elect_one();
+    if (asks) producer.ask_all();
+    __syncwarp();
+    tile::named_barrier(kPassesKnown, kWideThreads);
+    if (asks) producer.ask_passes();
+    __syncwarp();
+    if (p.cluster > 1) tile::cluster_wait();
+    return;
+  }
+
+  tile::await_predecessors();
+  if constexpr (Math::kMakesX) {
+    make_aligned(at, 0);
+    tile::named_barrier(kMath, kWideMath);
+  } else {
+    constexpr int kGroups = Math::kX / kAlignRows;
+    const int groups = (at.rows() + kAlignRows - 1) / kAlignRows;
+    for (int i = threadIdx.x; i < at.length; i += kWideMath) {
+      int most = 1;
+      for (int g = 0; g < groups; ++g)
+        most = max(most, int{__ldcg(p.x.passes + int64_t{at.block * kGroups + g} * p.x.quads +
+                                    at.first + i)});
+      if (most > 1) at.passes[i] = most, atomicMax(at.most_passes, most);
+    }
+  }
+  WideSums<Math> sums;
+  int s = 0;
+  uint32_t phase = 0;
+  // Quad i of the CTA.
+  const auto multiply = [&](int i, auto later) {
+    tile::mbar_wait(at.full + 8 * s, phase);
+    const uint32_t w = at.stage(s), beside = at.beside(s);
+    const uint32_t x = Math::kMakesX ? at.base + at.room.x_at + i * Math::kCodes : w + kWideWeights;
+    const uint32_t scales =
+        Math::kMakesX ? at.base + at.room.x_scales_at + i * Math::kScales : beside + kWideWords;
+    const uint32_t words = beside + (warp * kDecodeRows + lane / 4) * 4;
+    sums.template add<later>(tile::wgmma_desc_at(w + warp / 4 * (kWideWeights / 2)),
+                             tile::ld_shared_u32(words), tile::ld_shared_u32(words + 32),
+                             tile::ld_shared_u32(beside + kWideRows * 4), tile::wgmma_desc_at(x),
+                             scales + lane % 4 * (Math::kX == 8 ? 8 : 16));
+    __syncwarp();
+    if (tile::elect_one()) tile::mbar_arrive(at.bars + kWideMostStages + s);
+    if (++s == p.stages) s = 0, phase ^= 1;
+  };
+#pragma unroll 1
+  for (int i = 0; i < at.length; ++i) multiply(i, std::false_type{});
+  tile::named_barrier(kPassesKnown, kWideThreads);
+  const int most = *at.most_passes;
+#pragma unroll 1
+  for (int pass = 1; pass < most; ++pass) {
+    if constexpr (Math::kMakesX) {
+      tile::named_barrier(kMath, kWideMath);  // all have multiplied the pass before
+      make_aligned(at, pass);
+      tile::named_barrier(kMath, kWideMath);
+    }
+#pragma unroll 1
+    for (int i = 0; i < at.length; ++i)
+      if (at.passes[i] > pass) multiply(i, std::true_type{});
+  }
+  if (p.cluster > 1) tile::cluster_wait();
+  send_wide(at, sums, warp, lane);
+  if (p.cluster > 1) {
+    tile::mbar_wait_sent(at.sums_bar(), 0);
+  } else {
+    tile::named_barrier(kMath, kWideMath);
+  }
+  finish_tile(at);
+}
+
+}  // namespace te_mx::sm90
