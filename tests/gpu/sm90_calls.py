@@ -260,6 +260,10 @@ def data(rows, cols, kind, dtype=torch.bfloat16, seed=0):
         x[:, : cols // 2] *= powers(-3, 4, rows, 1)
     elif kind == "huge":
         x *= 2.0**80
+    elif kind == "ends":  # blocks as large and as small as numbers are, beside each other
+        x = x.clamp(-3.9, 3.9) * 2.0**126
+        x[1::3] *= 2.0**-220
+        x[:, 2::7] *= 2.0**-30
     elif kind == "tiny":
         x *= 1e-37
     elif kind == "sparse":

@@ -76,17 +76,20 @@ __device__ __forceinline__ float round_by_chance(float scaled, uint32_t upper_ma
 // subnormal numbers begin where those of the code do.
 inline constexpr float kToSteps = 0x1p-126f;
 
-// The magnitude of a code in byte 3, of a number times kToSteps, by its bits, and 16 random bits
-// from bit 8 on. What is more than the largest code has to be clamped.
-__device__ __forceinline__ uint32_t step_by_chance(uint32_t bits, uint32_t random) {
-  return bits * 4 + random;
+// The magnitude of a code in byte 3, of a number times kToSteps, by its bits and 16 random ones:
+// half c of a word. What is more than the largest code has to be clamped.
+__device__ __forceinline__ uint32_t step_by_chance(uint32_t bits, uint32_t word, int c) {
+  return bits * 4 + __byte_perm(word, 0, c == 0 ? 0x4104 : 0x4324);
+}
+// The same in bits 22 to 24, with the sign in bit 31, by one instruction.
+__device__ __forceinline__ uint32_t signed_step_by_chance(uint32_t bits, uint32_t word, int c) {
+  return __dp2a_lo(word, c == 0 ? 0x40u : 0x4000u, bits);
 }
 
-// To nearest even, as sums with what cuts them off at a step: of a number v in units of which there
-// are kHalf in the smallest code, 2^(2 - the bits of fraction), the sum with 2, or with as many
-// steps as there are in 2 where those are larger. Its last bits count steps, and twice the bits of
-// its exponent above 128 are the codes below those.
-// Of fp32: the code in byte 0.
+// To nearest even: the sum with a power of two cuts a number off at a step. Where 2^-22 is the step
+// of the smallest codes that is 2, or as much more as the step is larger. The sum's bits then end
+// with a count of steps, and its exponent says how many codes lie below these: two a binade. Added
+// up they are the code, in byte 0.
 inline constexpr float kToNearest = 0x1p-21f;
 __device__ __forceinline__ uint32_t step_nearest(float v) {
   const uint32_t magic =
@@ -94,7 +97,7 @@ __device__ __forceinline__ uint32_t step_nearest(float v) {
   const uint32_t sum = __float_as_uint(__fadd_rn(fabsf(v), __uint_as_float(magic)));
   return sum + (sum >> 22);
 }
-// Of two bf16 numbers times a factor, which has kToNearestBf16 in it: codes in the lower
+// The same of two bf16 numbers times a factor that has kToNearestBf16 in it: codes in the lower
 // halves of bytes 0 and 2.
 inline constexpr float kToNearestBf16 = 0x1p-5f;
 __device__ __forceinline__ uint32_t steps_nearest(uint32_t x, __nv_bfloat162 factor) {
@@ -106,28 +109,31 @@ __device__ __forceinline__ uint32_t steps_nearest(uint32_t x, __nv_bfloat162 fac
   return sum + (sum >> 6);
 }
 
-// Byte kByte, at most 127, of two words or of four.
-template <int kByte>
-__device__ __forceinline__ uint32_t two_bytes(uint32_t a, uint32_t b) {
-  return tile::permute_bytes(a, b, 0xCC40u + kByte * 0x1111u);
-}
-template <int kByte>
-__device__ __forceinline__ uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(two_bytes<kByte>(a, b), two_bytes<kByte>(c, d), 0x5410);
-}
-
-// Eight codes as plain rows have them, the first in the lowest bits, of magnitudes in bytes kByte
-// and the signs of fp32 numbers.
-template <int kByte>
+// Eight codes as plain rows have them, the first in the lowest bits, of magnitudes in bytes 0 and
+// the signs of numbers.
 __device__ __forceinline__ uint32_t nibbles_of(const uint32_t (&w)[8], const float (&v)[8]) {
-  const auto sign = [&v](int a, int b, int c, int d) {
+  const auto magnitudes = [&w](int a, int b, int c, int d) {
+    return __byte_perm(__byte_perm(w[a], w[b], 0x40), __byte_perm(w[c], w[d], 0x40), 0x5410);
+  };
+  const auto signs = [&v](int a, int b, int c, int d) {
     const auto bits = [&v](int i) { return __float_as_uint(v[i]); };
     return __byte_perm(__byte_perm(bits(a), bits(b), 0x73), __byte_perm(bits(c), bits(d), 0x73),
                        0x5410);
   };
-  const uint32_t magnitudes =
-      four_bytes<kByte>(w[1], w[3], w[5], w[7]) * 16 + four_bytes<kByte>(w[0], w[2], w[4], w[6]);
-  return magnitudes | (sign(1, 3, 5, 7) & 0x80808080u) | (sign(0, 2, 4, 6) >> 4 & 0x08080808u);
+  return (magnitudes(1, 3, 5, 7) * 16 + magnitudes(0, 2, 4, 6)) |
+         (signs(1, 3, 5, 7) & 0x80808080u) | (signs(0, 2, 4, 6) >> 4 & 0x08080808u);
+}
+
+// The same of signed steps.
+__device__ __forceinline__ uint32_t nibbles_of_steps(const uint32_t (&w)[8]) {
+  const auto upper = [&w](int a, int b) { return __byte_perm(w[a], w[b], 0x7632); };
+  const uint32_t even[2] = {upper(0, 2), upper(4, 6)}, odd[2] = {upper(1, 3), upper(5, 7)};
+  const auto codes = [](const uint32_t (&of)[2]) {
+    return __byte_perm(of[0] * 4, of[1] * 4, 0x7531);
+  };
+  const auto signs = [](const uint32_t (&of)[2]) { return __byte_perm(of[0], of[1], 0x7531); };
+  return (codes(odd) * 16 + codes(even)) | (signs(odd) & 0x80808080u) |
+         (signs(even) >> 4 & 0x08080808u);
 }
 
 // Both directions from one read, of bf16 to MXFP4; the columns alone are transformed.
