@@ -1,6 +1,7 @@
 // The launches of wide_kernel.
 #include <algorithm>
 
+#include "common/launch.h"
 #include "decode/decode_run.cuh"
 #include "decode/wide_kernel.cuh"
 
@@ -8,18 +9,6 @@ namespace te_mx::sm90 {
 namespace {
 
 constexpr int kMostSmem = 112 * 1024;  // two CTAs share an SM: those of a product and of the next
-
-template <class Kernel, class... Args>
-Status launch(Kernel kernel, dim3 grid, int threads, int smem, int cluster, void* stream,
-              const Args&... args) {
-  cudaLaunchAttribute attributes[] = {early_start(), clusters_of(cluster)};
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(smem);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes, config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, args...));
-}
 
 template <class Math>
 Status run(WideParams p, const DecodeTask& t) {
@@ -37,7 +26,7 @@ Status run(WideParams p, const DecodeTask& t) {
     p.x.made = static_cast<uint8_t*>(t.workspace);
     p.x.passes = p.x.made + int64_t{p.blocks} * kMostPasses * p.x.quads * aligned_bytes(Math::kX);
     const dim3 grid(p.x.quads, (p.x.m + kAlignRows - 1) / kAlignRows);
-    const Status status = launch(&align_rows, grid, kAlignThreads, 0, 1, t.stream, p.x);
+    const Status status = launch_early(align_rows, {grid, kAlignThreads, t.stream, 0, 1}, p.x);
     if (status != Status::ok) return status;
   }
   const auto kernel = &wide_kernel<Math>;
@@ -52,8 +41,8 @@ Status run(WideParams p, const DecodeTask& t) {
   }
   const int tiles = (p.n + kWideRows - 1) / kWideRows;
   const int bytes = std::max(Math::room(p.stages, p.cluster, longest).bytes, kDecodeLeastSmem);
-  return launch(kernel, dim3(tiles * p.blocks * p.cluster), kWideThreads, bytes, p.cluster,
-                t.stream, map, p);
+  const dim3 grid(tiles * p.blocks * p.cluster);
+  return launch_early(kernel, {grid, kWideThreads, t.stream, bytes, p.cluster}, map, p);
 }
 
 }  // namespace
