@@ -149,12 +149,10 @@ struct TileFactors : LhsFactors<kPendingAtTurn_> {
 };
 
 // ------------------------------------------------------------------------------ rhs in 1 x 128
-// What is prepared: factors of the columns, two halves of four for every eight, the odd ones first,
-// as ldmatrix gives them to the threads that have these columns; and whether the step is promoted
-// carefully. NOTE: so the sum of an even column, which lies in an even register, meets its factor
-// in an odd one. Even and odd registers are two banks, and to read two numbers of one bank takes a
-// cycle more, from the tensor cores too. NOTE: powers of two would fit bf16, half as much to read.
-// They are no faster so: to unpack them takes as long.
+// What is prepared: factors of the columns, two halves of four for every eight, the even ones
+// first, as ldmatrix gives them to the threads that have these columns; and whether the step is
+// promoted carefully. NOTE: powers of two would fit bf16, half as much to read. They are no faster
+// so: to unpack them takes as long.
 inline constexpr int kColumnReads = 8;  // of 16 columns, four registers
 
 __device__ __forceinline__ void read_columns(uint32_t* to, uint32_t from, int read) {
@@ -172,7 +170,7 @@ __device__ __forceinline__ void scale_columns(float (&acc)[64], const uint32_t* 
 #pragma unroll
   for (int j = 2 * kFirst; j < 2 * kEnd; ++j) {
     const uint32_t* const two = cols + 2 * j - 4 * kFirst;
-    const float odd = __uint_as_float(two[0]), even = __uint_as_float(two[1]);
+    const float even = __uint_as_float(two[0]), odd = __uint_as_float(two[1]);
     acc[4 * j] *= even, acc[4 * j + 2] *= even, acc[4 * j + 1] *= odd, acc[4 * j + 3] *= odd;
   }
 }
@@ -199,8 +197,8 @@ __device__ __forceinline__ void promote_carefully(float (&sum)[64], const float 
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     const uint32_t at = columns + 32 * j + 4 * (lane % 4);
-    const float odd = __uint_as_float(tile::ld_shared_u32(at)),
-                even = __uint_as_float(tile::ld_shared_u32(at + 16));
+    const float even = __uint_as_float(tile::ld_shared_u32(at)),
+                odd = __uint_as_float(tile::ld_shared_u32(at + 16));
     float* const to = sum + 4 * j;
     to[0] = CarefulFactors(even, f0).add(to[0], acc[4 * j + 0]);
     to[1] = CarefulFactors(odd, f0).add(to[1], acc[4 * j + 1]);
@@ -266,8 +264,8 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
                    low = min(min(cols.x, cols.y), min(cols.z, cols.w)) >> 23;
     const bool careful = __any_sync(~0u, high > kMostExponent || low < kLeastExponent);
     const uint32_t to = columns + 32 * (lane / 2) + 8 * (lane % 2);
-    tile::st_shared_u32x2(to, cols.y, cols.w);
-    tile::st_shared_u32x2(to + 16, cols.x, cols.z);
+    tile::st_shared_u32x2(to, cols.x, cols.z);
+    tile::st_shared_u32x2(to + 16, cols.y, cols.w);
     if (lane == 0) tile::st_shared_u32(decided_at, careful ? 1u : 0u);
   }
 
