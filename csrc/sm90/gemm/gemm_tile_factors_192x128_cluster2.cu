@@ -4,7 +4,7 @@
 namespace te_mx::sm90 {
 
 Status launch_tile_factors_192x128_cluster2(const GemmArgs& args, const Device& device) {
-  return launch_any<BlockShape<192, 4, 2, 2>, TileFactors<4>>(Dense{args}, device);
+  return launch_any<BlockShape<192, 4, 2, 2>, TileFactors<kNoTurns>>(Dense{args}, device);
 }
 
 }  // namespace te_mx::sm90
