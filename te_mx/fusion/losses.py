@@ -52,9 +52,9 @@ def _in_parts(
 ) -> Tensor:  # fmt: skip
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    words = shift_labels.view(-1).to(logits.device)
+    words = shift_labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = loss_in_parts(logits.view(-1, vocab_size), words, ignore_index, reduction)
+    loss = loss_in_parts(logits.reshape(-1, vocab_size), words, ignore_index, reduction)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):

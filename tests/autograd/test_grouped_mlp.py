@@ -13,6 +13,7 @@ import te_mx
 from te_mx.autograd.activation import activation
 from te_mx.autograd.grouped import GroupedCall, grouped_linear
 from te_mx.autograd.grouped_mlp import grouped_mlp, runs
+from te_mx.autograd.linear_recipe import makes_again
 from te_mx.autograd.routing import route, take_rows
 from te_mx.dispatch.fused import Activation
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
@@ -96,6 +97,24 @@ def test_where_the_device_knows_the_splits(threads, monkeypatch, recwarn):
         got = step(True, RECIPES["float8_block"], parts, "x12")
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_what_backward_keeps(slots):
+    """h, and tokens in place of the codes of their rows where these are more."""
+    parts, kept = layers(True, False), []
+    call = GroupedCall(0, RECIPES["mxfp8"]._settings, torch.bfloat16, False)
+    x, to = torch.randn(64, K).bfloat16(), route(torch.randint(3, (64, slots)), 3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        grouped_mlp(x, to.offs, (call, call), Activation("swiglu"), tuple(parts), to)
+    wide = [t.shape for t in kept if t.dtype == torch.bfloat16 and t.dim() == 2]
+    assert wide == [(64, K)] * (slots == 2) + [(64 * slots, 2 * INNER)]
+    assert any(t.dtype == torch.uint8 for t in kept) == (slots == 1)
+
+
+def test_compiled_code_keeps_codes_of_one_format(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert [name for name, one in RECIPES.items() if makes_again(one._settings)] == ["mxfp4"]
 
 
 def test_what_takes_steps_of_its_own():
