@@ -243,11 +243,11 @@ class ThinGemm {
     }
   };
 
-  // From sums in registers, eight rows at a time.
+  // From sums in registers, eight rows at a time; of one or two rows that are left, those alone.
   template <DType D>
   void columns_in_place(const char* lhs, const StridedOperand& rhs, int64_t begin,
                         int64_t end) const {
-    constexpr int kRows = 8;
+    constexpr int kRows = 8, kLeft = 2;
     const int64_t rows = range_.m1 - range_.m0;
     Tiles tiles(rhs);
     alignas(64) uint16_t decoded[2 * kTileWords];
@@ -262,23 +262,36 @@ class ThinGemm {
       for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
         const uint16_t* x = reinterpret_cast<const uint16_t*>(lhs + r0 / kRowBlock * kStepBytes) +
                             r0 % kRowBlock * kBlock;
-        bf16::Vec sums[kRows][2];
-        for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = bf16::zero();
-        for (int p = 0; p < pairs_; ++p) {
-          const bf16::Words left = bf16::load_words(decoded + p * kBlock);
-          const bf16::Words right = bf16::load_words(decoded + kTileWords + p * kBlock);
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
-            const bf16::Words pair = bf16::broadcast_pair(x + r * kBlock + 2 * p);
-            sums[r][0] = bf16::dot(sums[r][0], left, pair);
-            sums[r][1] = bf16::dot(sums[r][1], right, pair);
-          }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          if (r0 + r < rows) columns.put(range_.m0 + r0 + r, powers[r0 + r], sums[r]);
+        const int64_t m = range_.m0 + r0;
+        if (rows - r0 <= kLeft) {
+          put_columns<D, kLeft>(columns, x, decoded, m, powers + r0, rows - r0);
+        } else {
+          put_columns<D, kRows>(columns, x, decoded, m, powers + r0, rows - r0);
         }
       }
+    }
+  }
+
+  // `rows` rows of D from m on, most_rows at most.
+  template <DType D, int most_rows>
+  TE_MX_MEMBER void put_columns(const Columns<D>& columns, const uint16_t* x,
+                                const uint16_t* decoded, int64_t m, const int32_t* powers,
+                                int64_t rows) const {
+    bf16::Vec sums[most_rows][2];
+    for (int r = 0; r < most_rows; ++r) sums[r][0] = sums[r][1] = bf16::zero();
+    for (int p = 0; p < pairs_; ++p) {
+      const bf16::Words left = bf16::load_words(decoded + p * kBlock);
+      const bf16::Words right = bf16::load_words(decoded + kTileWords + p * kBlock);
+#pragma GCC unroll 8
+      for (int r = 0; r < most_rows; ++r) {
+        const bf16::Words pair = bf16::broadcast_pair(x + r * kBlock + 2 * p);
+        sums[r][0] = bf16::dot(sums[r][0], left, pair);
+        sums[r][1] = bf16::dot(sums[r][1], right, pair);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < most_rows; ++r) {
+      if (r < rows) columns.put(m + r, powers[r], sums[r]);
     }
   }
 

@@ -15,6 +15,7 @@ namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kAlign = 64;
+constexpr int64_t kSerialElements = 64 * 1024;  // as for quantizers
 // No size of a layer reaches this, so that no number of bytes overflows.
 constexpr int64_t kMostSize = int64_t{1} << 40, kMostElements = int64_t{1} << 50;
 
@@ -173,12 +174,25 @@ bool is_of(const Matrix& x, int64_t rows, int64_t cols) {
   return x.data != nullptr && x.rows == rows && x.cols == cols;
 }
 
-// One team for all steps of a call, or no team for one that is over before it comes.
+// Whether a call is over before a team has come. So it is with few products, and with somewhat more
+// of matrices so small that their quantizers wake nobody either.
+bool alone(const LinearArgs& a) {
+  const bool small = std::max({a.m * a.k, a.n * a.k, a.m * a.n}) < kSerialElements;
+  const int64_t most = small ? 4 * kSerialProducts : kSerialProducts;
+  return a.m * a.n < most && a.m * a.n * a.k < most;
+}
+
+LinearArgs with_threads(const LinearArgs& given) {
+  LinearArgs a = given;
+  if (alone(a)) a.execution.threads = 1;
+  return a;
+}
+
+// One team for all steps of a call.
 template <class Steps>
 Status in_one_region(const LinearArgs& a, Steps&& steps) {
   Status status = Status::ok;
-  const bool alone = a.m * a.n < kSerialProducts && a.m * a.n * a.k < kSerialProducts;
-  parallel_tasks(alone ? 1 : a.execution.threads, 1, 1, [&](int64_t, int) { status = steps(); });
+  parallel_tasks(a.execution.threads, 1, 1, [&](int64_t, int) { status = steps(); });
   return status;
 }
 
@@ -218,7 +232,8 @@ LinearOffsets linear_offsets(const LinearArgs& a) {
   return o;
 }
 
-Status linear_forward(const LinearArgs& a, Kernel& ran) {
+Status linear_forward(const LinearArgs& given, Kernel& ran) {
+  const LinearArgs a = with_threads(given);
   ran = static_cast<Kernel>(a.execution.kernel);
   const Status format = check(a);
   if (format != Status::ok) return format;
@@ -258,7 +273,8 @@ Status linear_wgrad(const LinearArgs& a, Kernel& ran) {
   return run_gemm(a, dw_of(a, a.g_col, a.x_col), 0, ran);
 }
 
-Status linear_backward(const LinearArgs& a, uint32_t& ran) {
+Status linear_backward(const LinearArgs& given, uint32_t& ran) {
+  const LinearArgs a = with_threads(given);
   const uint32_t panel = static_cast<uint32_t>(a.execution.kernel);
   ran = panel | panel << 8;
   const Status format = check(a);

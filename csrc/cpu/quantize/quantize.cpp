@@ -441,8 +441,11 @@ Status quantize_task(const QuantizeTask& args) {
     }
     return Status::ok;
   }
+  // Sums of one group of rows are whole: they begin with 0, as add_partial_sums() does.
+  const bool partial = a.col_sum && a.rows > kColSumRows;
+  if (!partial) a.col_sum_ws = a.col_sum;
   run_problem(p);
-  if (a.col_sum) add_partial_sums(a);
+  if (partial) add_partial_sums(a);
   return Status::ok;
 }
 

@@ -159,6 +159,8 @@ def test_one_team_for_all_steps_of_a_call(threads):
     layer = te_mx.Linear(1024, 600, bias=False)
     with torch.no_grad(), te_mx.autocast():
         assert teams(lambda: layer(x[:400])) == 1  # small: quantized in the same call
+        head = te_mx.Linear(4096, 10)
+        assert teams(lambda: head(torch.ones(8, 4096))) == 0  # over before a team comes
     with te_mx.autocast():
         y, late = layer(x[:400].requires_grad_()), native.late_steps()
         y.sum().backward()
