@@ -341,8 +341,7 @@ def _weight_columns(kept: Kept, settings: Settings) -> Operand:
 # ------------------------------------------------------------------------------------------- fprop
 def fprop(
     x: Operand, w: Operand | TracedWeight, bias_N: Tensor | None, settings: Settings,
-    dtype: torch.dtype,
-    tag: int, like: Tensor | None = None,
+    dtype: torch.dtype, tag: int, like: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y [M, N] = x @ w^T + bias; in the shape of a `like` [..., K] if there is one."""
     if isinstance(w, TracedWeight):

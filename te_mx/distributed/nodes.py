@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +153,7 @@ def sums_gradient(x: DTensor, grads: Sequence[Placement]) -> bool:
     node: Any = x.grad_fn
     if node is None or x.device_mesh.ndim != 1 or not torch.is_grad_enabled():
         return False
-    if not isinstance(node, _node_of_from_local(x.device_mesh)) or not plain(shard_of(x)):
+    if not _is_of_from_local(node, x.device_mesh) or not plain(shard_of(x)):
         return False
     before = getattr(node, "forward_input_placements", getattr(node, "previous_placement", None))
     if before is None or getattr(node, "grad_placements", None) is not None:
@@ -162,11 +161,15 @@ def sums_gradient(x: DTensor, grads: Sequence[Placement]) -> bool:
     return tuple(before) == x.placements == _WHOLE and grads[0] == _SUM
 
 
-@cache
-def _node_of_from_local(mesh: Any) -> type:
-    """The class of the nodes that DTensor.from_local makes."""
-    probe = torch.empty(0, device=mesh.device_type, requires_grad=True)
-    return type(DTensor.from_local(probe, mesh, _WHOLE, run_check=False).grad_fn)
+_of_from_local: list[type] = []  # the class of the nodes that DTensor.from_local makes
+
+
+def _is_of_from_local(node: Any, mesh: Any) -> bool:
+    if not _of_from_local:
+        probe = torch.empty(0, device=mesh.device_type, requires_grad=True)
+        made = DTensor.from_local(probe, mesh, _WHOLE, run_check=False)
+        _of_from_local.append(type(made.grad_fn))
+    return type(node) is _of_from_local[0]
 
 
 def placed(x: DTensor, mesh: Any, placements: list[Placement]) -> DTensor:

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch._dynamo  # for checkpoints, which would import it in every process
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.utils.checkpoint
 from torch import nn
