@@ -22,8 +22,8 @@ from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_mx.recipes import resolve
 from te_mx.runtime import ran, workspace
 
-# Tests take cases from those of their neighbours.
-sys.path.append(str(Path(__file__).parent / "nn"))
+# What tests share; and they take cases from those of their neighbours.
+sys.path += [str(Path(__file__).parent / folder) for folder in ("helpers", "nn")]
 
 _COMMON = {
     "deadline": None,  # the first example of a test may compile or load the native module

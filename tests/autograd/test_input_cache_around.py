@@ -1,5 +1,5 @@
 """Layers that read one tensor, in what torch puts around them: recomputation, torch.compile, and
-Hopper's way of one call for a layer (on tests/fake_sm90.py)."""
+Hopper's way of one call for a layer (on fake_sm90.py)."""
 
 from __future__ import annotations
 

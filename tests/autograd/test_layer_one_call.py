@@ -1,5 +1,5 @@
 """LayerNormLinear, LayerNormMLP, and Linear with several formats, as one native call each way: the
-bits of one step after the other. Without a GPU: tests/fake_sm90.py stands in for the native module.
+bits of one step after the other. Without a GPU: fake_sm90.py stands in for the native module.
 """
 
 from __future__ import annotations

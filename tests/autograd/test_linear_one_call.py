@@ -1,5 +1,5 @@
 """A linear layer as one native call each way: the bits of one step after the other. Without a GPU:
-tests/fake_sm90.py stands in for the native module, and CPU tensors for those on the device."""
+fake_sm90.py stands in for the native module, and CPU tensors for those on the device."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """What runs natively on Hopper under which recipe and in which mode: the table of docs/modes.md.
 
-    PYTHONPATH=.:tests python tests/contract/native_modes.py            writes it
-    PYTHONPATH=.:tests python tests/contract/native_modes.py --check    fails where it is another
+    PYTHONPATH=.:tests/helpers python tests/contract/native_modes.py          writes it
+    PYTHONPATH=.:tests/helpers python tests/contract/native_modes.py --check  fails where it differs
 
 Each cell is a forward and a backward pass of a small module on the kernels that the registry picks
-for a Hopper GPU, whose native module tests/fake_sm90*.py stand in for: its native calls, forward +
+for a Hopper GPU, whose native module fake_sm90*.py stand in for: its native calls, forward +
 backward, and the ops that ran on the plain torch reference, if any did.
 """
 

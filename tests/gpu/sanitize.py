@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
 
 
 def inside(part: str) -> int:
-    sys.path.append(str(Path(__file__).parents[1]))  # what tests share
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # what tests share
     import torch
 
     from te_mx.backends.sm90 import binding

@@ -13,7 +13,7 @@ from te_mx.backends.base import BIAS_GRADS, LAYOUTS, format_fields
 from te_mx.backends.sm90.layouts import tiles as layout
 from te_mx.backends.sm90.layouts.tiles import PackedOperand
 
-sys.path.append(str(Path(__file__).parent.parent))  # for the scripts of this folder
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # for the scripts of this folder
 import emulated_hopper
 import native_words as reference
 

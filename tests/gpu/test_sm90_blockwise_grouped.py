@@ -22,7 +22,7 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from grouped_cases import equal, loop_of, parameters, run_loop
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -21,7 +21,7 @@ from te_mx.backends.sm90.layouts.tiles import PackedOperand, packed_shapes
 from te_mx.dispatch.groups import device_bounds
 from te_mx.recipe import Format, MXFP8BlockScaling
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from grouped_cases import equal, loop_of, parameters, run_loop
 
 PAIRS = [("e4m3", "e4m3"), ("e4m3", "e5m2")]  # forward, backward

@@ -1,5 +1,5 @@
 """How many Python functions of te_mx a small forward and backward costs on Hopper: what the host
-does is what small layers wait for. Without a GPU: tests/fake_sm90.py stands in for the native
+does is what small layers wait for. Without a GPU: fake_sm90.py stands in for the native
 module, whose calls do nothing here."""
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from mlp_blocks import Gated, Plain
 from tensor_parallel_cases import DEVICE, full, mesh, of, same
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 import te_mx
 from te_mx.autograd import mlp
 from te_mx.distributed import ModuleParallel
-from tests.mlp_blocks import Gated, Plain
 
 M, HIDDEN, INNER = 48, 64, 128
 WHOLE = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())

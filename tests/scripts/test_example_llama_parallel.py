@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-HERE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(HERE.parent / "examples"))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
 
 import fresh  # noqa: E402
 import llama_ranks  # noqa: E402

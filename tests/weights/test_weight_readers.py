@@ -10,11 +10,11 @@ import copy
 import pytest
 import torch
 import transformers
+from hf_models import model_of, tokens
 from torch import nn
 
 import te_mx
 from te_mx.weights.weight_readers import weights_read
-from tests.hf_models import model_of, tokens
 
 
 class Reader(nn.Module):

@@ -1,4 +1,4 @@
-"""The kernels of the Hopper backend on a machine without one: tests/fake_sm90.py stands in for the
+"""The kernels of the Hopper backend on a machine without one: fake_sm90.py stands in for the
 native module, and CPU tensors for those on the device.
 """
 

@@ -1,5 +1,5 @@
 """main_grads of a grouped layer that are no one stack, on the calls of the native Hopper module,
-which tests/fake_sm90_grouped.py stands in for.
+which fake_sm90_grouped.py stands in for.
 """
 
 from __future__ import annotations

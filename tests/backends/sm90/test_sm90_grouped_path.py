@@ -1,5 +1,5 @@
 """Grouped layers on operands packed for Hopper, on any machine: once as plain torch describes them,
-once on the calls of the native module, which tests/fake_sm90_grouped.py stands in for.
+once on the calls of the native module, which fake_sm90_grouped.py stands in for.
 """
 
 from __future__ import annotations

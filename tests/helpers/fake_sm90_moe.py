@@ -1,4 +1,4 @@
-"""tests/fake_sm90.py with the calls of routed rows: on addresses of CPU memory, in plain torch."""
+"""fake_sm90.py with the calls of routed rows: on addresses of CPU memory, in plain torch."""
 
 from __future__ import annotations
 
