@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   load_patch<Bf16>(
       all_x, static_cast<const Bf16*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
       p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
-  if (threadIdx.x == 0) s.row.clear(), s.col.clear();
+  if (threadIdx.x == 0) s.row.clear(), s.col.clear(), smem.tile = t;
   if (threadIdx.x < 16) {
     const tile::Fp4Table table(threadIdx.x);
     smem.tables[threadIdx.x] = threadIdx.x == kNanTable ? make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu)
@@ -134,36 +134,51 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
     }
   }
   __syncwarp();
+  // The columns, of a usual warp with a transform of kSize (0: none), or with what else there is.
+  const auto columns = [&]<int kSize>() {
+    constexpr bool kUsual = kSize >= 0;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t slot = slot_of(smem) + kHalf * half;
-    uint32_t four[8], made[4];
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t slot = slot_of(smem) + kHalf * half;
+      uint32_t four[8], made[4];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float v[2][8];
-      uint32_t x[8], words[8];
-      // NOTE: both pairs are read twice, since registers do not hold one of them meanwhile.
+      for (int j = 0; j < 2; ++j) {
+        float v[2][8];
+        uint32_t x[8], words[8];
+        // NOTE: both pairs are read twice, since registers do not hold one of them meanwhile.
 #pragma unroll
-      for (int k = 0; k < 8; k += 2) {
-        const uint4 two = tile::ld_shared_u32x4(slot + kStep * (k / 2));
-        x[k] = j == 0 ? two.x : two.y, x[k + 1] = j == 0 ? two.z : two.w;
-      }
-      load_columns(v, x, transform.at_turn);
-      if constexpr (kRandom) load_words(words, slot, j);
-      if (p.row.enabled) {
-        rows.add(four, x, v, j, words, clamps);
-        if (j == 1) {
-          tile::st_shared_u32x4(slot + kStep, make_uint4(four[0], four[1], four[2], four[3]));
-          tile::st_shared_u32x4(slot + 2 * kStep, make_uint4(four[4], four[5], four[6], four[7]));
+        for (int k = 0; k < 8; k += 2) {
+          const uint4 two = tile::ld_shared_u32x4(slot + kStep * (k / 2));
+          x[k] = j == 0 ? two.x : two.y, x[k + 1] = j == 0 ? two.z : two.w;
         }
-        if (rows.far) load_columns(v, x, transform.at_turn);
+        load_columns(v, x, transform.at_turn);
+        if constexpr (kRandom) load_words(words, slot, j);
+        if (kUsual || p.row.enabled) {
+          rows.template add<kUsual>(four, x, v, j, words, clamps);
+          if (j == 1) {
+            tile::st_shared_u32x4(slot + kStep, make_uint4(four[0], four[1], four[2], four[3]));
+            tile::st_shared_u32x4(slot + 2 * kStep, make_uint4(four[4], four[5], four[6], four[7]));
+          }
+          if (!kUsual && rows.far) load_columns(v, x, transform.at_turn);
+        }
+        if (kUsual || p.col.enabled) {
+          transform.template run<kSize>(v);
+          cols.template add<kUsual>(made[2 * j], made[2 * j + 1], v, j, slot, entry + 4 * half,
+                                    p.a);
+        }
       }
-      if (p.col.enabled) {
-        transform(v);
-        cols.add(made[2 * j], made[2 * j + 1], v, j, slot, entry + 4 * half, p.a);
-      }
+      tile::st_shared_u32x4(slot, make_uint4(made[0], made[1], made[2], made[3]));
     }
-    tile::st_shared_u32x4(slot, make_uint4(made[0], made[1], made[2], made[3]));
+  };
+  const bool usual = p.row.enabled && p.col.enabled && !clamps && !rows.far && transform.all_whole;
+  if (usual && all.size == 32) {
+    columns.template operator()<32>();
+  } else if (usual && all.size == 16) {
+    columns.template operator()<16>();
+  } else if (usual && all.size == 0) {
+    columns.template operator()<0>();
+  } else {
+    columns.template operator()<-1>();
   }
   // NOTE: made anew; registers hold no places through the loop.
   const Place place(static_cast<int>(tile::keep(threadIdx.x)));
@@ -176,6 +191,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   }
   if (p.col.enabled) nan |= cols.finish(s.col, col_codes, place);
   nan = __syncthreads_or(nan);
+  t = smem.tile;
   const TileClasses classes = finish_scales<kFmt, true>(p, s, t, sums);
 
   if (p.row.packed) {

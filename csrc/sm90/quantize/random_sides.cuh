@@ -12,6 +12,7 @@ using Bf16 = __nv_bfloat16;
 // NOTE: numbers and random words wait in shared memory, not in registers. So columns are a loop
 // whose code an SM keeps, and three CTAs fit on it.
 struct RandomSmem {
+  Tile tile;
   alignas(8) uint2 tables[16];                // of fp4.cuh's u, and of NaN
   alignas(16) uint32_t row_by[4][128];        // what blocks of rows are multiplied by
   alignas(16) uint32_t turn[kTileWarps][32];  // sign bits that transforms turn, of each warp
@@ -117,11 +118,12 @@ struct RowCodes {
 
   // Adds column pair j of two, v with any signs; after the second one, four[k] has nibbles and, in
   // bits 23 and 31, the signs of the first and the third.
+  template <bool kUsual>
   __device__ __forceinline__ void add(uint32_t (&four)[8], const uint32_t (&x)[8], float (&v)[2][8],
                                       int j, const uint32_t (&words)[8], bool clamps) {
     uint32_t by[8];
     load_eight(by, at_by);
-    if (far) {
+    if (!kUsual && far) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         v[0][k] *= __uint_as_float(by[k]), v[1][k] *= __uint_as_float(by[k]);
@@ -156,7 +158,7 @@ struct RowCodes {
       }
       four[k] |= __byte_perm(even[k], x[k], 0x5273) & 0x80808080u;
     };
-    if (clamps) {
+    if (!kUsual && clamps) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) add_row.template operator()<true>(k);
     } else {
@@ -223,27 +225,29 @@ struct Transform {
   }
 
   // Of two columns whose signs were turned.
-  __device__ __forceinline__ void operator()(float (&v)[2][8]) const {
+  template <int kSize>  // the transform's where all is whole, or -1
+  __device__ __forceinline__ void run(float (&v)[2][8]) const {
+    const int size = kSize >= 0 ? kSize : this->size;
     if (size == 0) return;
     const auto transform = [&](float (&v)[8]) {
       butterfly<8>(v, size, place);
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], transform_factor(size));
     };
-    if (all_whole) {
+    if constexpr (kSize >= 0) {
       transform(v[0]), transform(v[1]);
-      return;
-    }
+    } else {
 #pragma unroll 1
-    for (int c = 0; c < 2; ++c) {
-      float out[8];
+      for (int c = 0; c < 2; ++c) {
+        float out[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] = c == 0 ? v[0][i] : v[1][i];
-      transform(out);
+        for (int i = 0; i < 8; ++i) out[i] = c == 0 ? v[0][i] : v[1][i];
+        transform(out);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (whole && c == 0) v[0][i] = out[i];
-        if (whole && c == 1) v[1][i] = out[i];
+        for (int i = 0; i < 8; ++i) {
+          if (whole && c == 0) v[0][i] = out[i];
+          if (whole && c == 1) v[1][i] = out[i];
+        }
       }
     }
   }
@@ -298,6 +302,7 @@ struct ColumnCodes {
         writes(at.lane_r < 2) {}
 
   // Codes of column c of two, scaled.
+  template <bool kUsual>
   __device__ __forceinline__ uint32_t codes_of(const float (&v)[8], float factor, int c,
                                                const uint32_t (&words)[8]) const {
     uint32_t w[8];
@@ -307,7 +312,7 @@ struct ColumnCodes {
         const uint32_t bits = __float_as_uint(__fmul_rz(v[i], factor));
         w[i] = signed_step_by_chance(bits, words[i], c);
       }
-      if (clamps) {
+      if (!kUsual && clamps) {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           w[i] = min(w[i] & 0x7FFFFFFFu, 0x01FFFFFFu) | (w[i] & 0x80000000u);
@@ -316,7 +321,7 @@ struct ColumnCodes {
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = step_nearest(__fmul_rn(v[i], factor));
-      if (clamps) {
+      if (!kUsual && clamps) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) w[i] = min(w[i] & 0xFu, 7u);
       }
@@ -330,6 +335,7 @@ struct ColumnCodes {
     return __uint_as_float((254 + kFp4Emax - 21 - e) << 23);
   }
 
+  template <bool kUsual>
   __device__ __forceinline__ void add(uint32_t& first, uint32_t& second, float (&v)[2][8], int j,
                                       uint32_t slot, uint16_t* entry, const QuantizeTask& a) {
     float most[2] = {v[0][0], v[1][0]};
@@ -361,7 +367,8 @@ struct ColumnCodes {
     }
     uint32_t words[8];
     if constexpr (kRandom) load_words(words, slot, j);
-    first = codes_of(v[0], by[0], 0, words), second = codes_of(v[1], by[1], 1, words);
+    first = codes_of<kUsual>(v[0], by[0], 0, words);
+    second = codes_of<kUsual>(v[1], by[1], 1, words);
     if (writes) entry[2 * j] = static_cast<uint16_t>(e);
   }
 
