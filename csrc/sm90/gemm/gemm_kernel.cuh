@@ -247,16 +247,11 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     const uint32_t lhs_words =
         __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Promotion::kLhsTileBytes), 0);
     const int rhs_inside = Promotion::rhs_inside(w.n0 / 128);
-    // NOTE: accumulator i lies in a register of i's parity, which is its bank. Its sum should lie
-    // in the other one, or a promotion takes a cycle more; ptxas gives registers out in the order
-    // in which sums begin, those of a second wave upwards. Look at the SASS when something changes.
-    constexpr int kSwap = kEpilogue == EpilogueKind::add ? 0 : 1;
     float sum[Config::kWaves][64];
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i)
-        sum[wave][wave == 0 ? i : i ^ kSwap] = wave == 0 ? 0.0f : __uint_as_float(tile::keep(0));
+      for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
     }
     // Where what is decided about a step lies behind what is prepared for it.
     const int decided = Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile;
