@@ -6,22 +6,25 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-# Reads [code, environment, files of its output, seconds] and answers with the status of the fork.
+# Reads [code, environment, folder, files of its output, seconds]; answers with the fork's status.
 _SERVER = """
 import json, os, signal, sys, torch
 for line in sys.stdin:
-    code, environment, said, seconds = json.loads(line)
+    code, environment, folder, said, seconds = json.loads(line)
     if not (child := os.fork()):
         for number, path in enumerate(said, 1):
             os.dup2(os.open(path, os.O_WRONLY), number)
         signal.alarm(seconds)
+        os.environ.clear()
         os.environ.update(environment)
+        os.chdir(folder)
         exec(code, {"__name__": "__main__"})
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -43,7 +46,8 @@ def python(code: str, seconds: int = 300, **environment: str) -> subprocess.Comp
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        words = [code, environment, [out.name, err.name], seconds]
+        here = {**os.environ, **environment}, os.getcwd()
+        words = [code, *here, [out.name, err.name], seconds]
         server.stdin.write(json.dumps(words) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
