@@ -105,7 +105,7 @@ def test_generation_in_a_graph_is_that_without(mode, monkeypatch):
     tokens = []
     for graph in (True, False):
         settings = decoding.DecodeSettings(
-            mode, "small", tokens=24, batch=2, device="cuda", graph=graph, repeats=2
+            mode, "small", tokens=24, batches=(2,), device="cuda", graph=graph, repeats=2
         )
         tokens.append(decoding.run(settings, None, Bar())["tokens"])
     assert tokens[0] == tokens[1]

@@ -35,7 +35,8 @@ struct AlignedEight {
   __device__ __forceinline__ AlignedEight(Eight x, const DecodeInput& in) {
     const EightMade made = x.made(in);
     codes = {made.words.x, made.words.y};
-    byte = __float_as_uint(made.scale) >> 23 & 255;
+    // NOTE: of the first lane of a block: others may lie behind k, where codes have no scale.
+    byte = __shfl_sync(~0u, __float_as_uint(made.scale) >> 23 & 255, threadIdx.x & 28);
     uint32_t there = (codes.x | codes.y) & 0x7F7F7F7Fu;
     there |= __shfl_xor_sync(~0u, there, 1);
     there |= __shfl_xor_sync(~0u, there, 2);
