@@ -221,8 +221,8 @@ def test_whole_models_run_in_place_of_a_gpu(
         assert row.value > 0 and (row.us is None) == row.benchmark.startswith("layer")
     targets = {name: case.target for name, case in bench_models_cuda.CASES.items()}
     assert {name: (t.must, t.aim) for name, t in targets.items()} == MODEL_ROWS
-    assert (bench_models_cuda.PEAK.must, bench_models_cuda.PEAK.aim) == (0.95, 0.85)
-    assert bench_models_cuda.PEAK.verdict(0.9) == "ok" and bench_models_cuda.PEAK.lower_is_better
+    assert (bench_models_cuda.PEAK.must, bench_models_cuda.PEAK.aim) == (0.75, 0.7)
+    assert bench_models_cuda.PEAK.verdict(0.74) == "ok" and bench_models_cuda.PEAK.lower_is_better
     printed = capsys.readouterr().out
     assert "mixtral te_mx: " in printed and "aten::mm" in printed
 
