@@ -203,21 +203,24 @@ def newest(known: dict[str, list[Record]]) -> str:
 
 
 def short_rows(known: dict[str, list[Record]]) -> str:
-    """What misses what it must reach: how many rows of a benchmark, and the worst of them."""
-    made = ["| machine | benchmark | short | the worst | must |", "|---|---|---|---|---|"]
+    """What misses what it must reach: the worst row of a benchmark, and how many of them do."""
+    made = ["| machine | the worst row / what it must be (rows that miss of all) |", "|---|---|"]
     for name, rows in known.items():
         found: dict[str, list[Record]] = {}
         for row in rows if name != AMX else ():
             if row["verdict"]:
                 found.setdefault(row["benchmark"], []).append(row)
+        said = []
         for benchmark, judged in found.items():
             short = [row for row in judged if row["verdict"] == "SHORT"]
             if short:
                 worst = max(short, key=_distance)
-                made.append(
-                    f"| {name} | {benchmark} | {len(short)} of {len(judged)} "
-                    f"| {worst['value']:.2f} ({worst['shape']}) | {worst['target']['must']:g} |"
+                said.append(
+                    f"{benchmark} {worst['value']:.2f}/{worst['target']['must']:g} "
+                    f"({len(short)}/{len(judged)})"
                 )
+        if said:
+            made.append(f"| {name} | {'; '.join(said)} |")
     return "\n".join(made) + "\n"
 
 
