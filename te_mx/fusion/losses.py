@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from te_mx.fusion.sequences import Fusion
 
 _LIBRARY = "transformers.loss.loss_utils"
-_KEPT = "_loss_function"  # where a model of Transformers keeps a function that it is given
 _PART = 1 << 25  # logits that are in fp32 at a time
 _ALIGNED = 16  # tokens: every row of a part lies as it would in all of them, for kernels that look
 _KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels"}
@@ -73,32 +72,37 @@ def _is_known() -> bool:
     return True
 
 
+def _has(module: nn.Module, loss: Any) -> bool:
+    """Whether it is a causal language model of Transformers with this loss."""
+    settable = isinstance(getattr(type(module), "loss_function", None), property)
+    causal = settable and getattr(module, "loss_type", None) == "ForCausalLM"
+    return causal and module.loss_function is loss
+
+
 def plan_losses(model: nn.Module) -> tuple[list[Fusion], list[nn.Module]]:
     """The report, and the models whose loss is to be computed so."""
     found: list[Fusion] = []
     models: list[nn.Module] = []
     own = _own()
-    for name, module in model.named_modules():
-        held = isinstance(getattr(type(module), "loss_function", None), property)
-        known = held and getattr(module, "loss_type", None) == "ForCausalLM"
-        if own is not None and known and module.loss_function is own and _is_known():
+    for name, module in model.named_modules() if own is not None else ():
+        if _has(module, own) and _is_known():
             what = f"{type(module).__name__}: its loss goes over parts of the tokens"
             found.append(Fusion(name or "(root)", "", what, ""))
             models.append(module)
     return found, models
 
 
-def give_losses(models: list[nn.Module]) -> None:
+def give_losses(models: list[Any]) -> None:
     """Do what was planned."""
     for model in models:
-        model.__dict__[_KEPT] = causal_lm_loss
+        model.loss_function = causal_lm_loss
 
 
 def take_losses(model: nn.Module) -> list[Fusion]:
     """The other way."""
     found = []
     for name, module in model.named_modules():
-        if module.__dict__.get(_KEPT) is causal_lm_loss:
-            del module.__dict__[_KEPT]
+        if _has(module, causal_lm_loss):
+            module.loss_function = _own()
             found.append(Fusion(name or "(root)", "", type(module).__name__, ""))
     return found
