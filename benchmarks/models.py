@@ -61,7 +61,7 @@ def _register_causal() -> None:
 
 def to_te_mx(model: nn.Module, *, fuse: bool = True, recipe: str | None = None) -> Region:
     """Convert all but what makes logits, and say which region to train in."""
-    te_mx.convert_model(model, fuse=fuse, filter_fn=models.stays)
+    te_mx.convert_model(model, fuse=fuse)
     return partial(te_mx.autocast, recipe=recipe)
 
 

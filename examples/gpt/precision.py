@@ -20,15 +20,12 @@ def usual_dtype(device: str) -> str:
 
 
 def convert(model: nn.Module) -> None:
-    """Every nn.Linear but the head and routers: both make logits and stay in high precision.
+    """Every nn.Linear but the head and routers, which convert_model leaves in high precision.
 
     fuse: the MLP runs as one step with GELU inside of its GEMMs, and normalizations quantize for
     the layers behind them. Parameters keep their names.
     """
-    te_mx.convert_model(
-        model, fuse=True,
-        filter_fn=lambda module, name: name.split(".")[-1] not in ("head", "router"),
-    )  # fmt: skip
+    te_mx.convert_model(model, fuse=True)
 
 
 def kernels(model: nn.Module) -> dict[str, int]:

@@ -55,10 +55,10 @@ class LoraTrainer(train.LlamaTrainer):
             )  # fmt: skip
         if s.base:
             model.load_state_dict(torch.load(s.base, weights_only=True)["model"])
-        self.plan = recipes.plan_of(s.recipe, len(model.model.layers))
+        self.plan = recipes.plan_of(s.recipe, model.config.num_hidden_layers)
         layers = [m for n, m in model.named_modules() if is_layer(m, n)]
         if s.mode != "bf16":
-            te_mx.convert_model(model, filter_fn=models.stays)
+            te_mx.convert_model(model)
             te_mx.freeze_weights(
                 model, drop_master=True, fmt="mxfp4" if s.mode == "mxfp4" else None,
                 activations=s.activations,

@@ -79,9 +79,9 @@ class LlamaTrainer(train.Trainer):
                 attention=s.attention,
                 weights=s.preset if models.has_weights(s.preset) else None,
             )
-        self.plan = recipes.plan_of(s.recipe, len(model.model.layers))
+        self.plan = recipes.plan_of(s.recipe, model.config.num_hidden_layers)
         if s.mode == "mxfp8":
-            te_mx.convert_model(model, fuse=s.fuse, filter_fn=models.stays)
+            te_mx.convert_model(model, fuse=s.fuse)
         torch.compiler.reset()  # of another seed's model
         self.forward = torch.compile(model) if s.compile else model
         return model

@@ -47,8 +47,11 @@ def convert_model(
 
     Exact nn.Linear instances are converted; subclasses have behaviour of their own and are skipped
     with the reason, and so is what a model of Transformers keeps in fp32 (its
-    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict``). Layers such as lm_head are
-    converted too, unless `filter_fn` says otherwise.
+    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict``). Output heads over a vocabulary
+    and routers of mixtures stay too, as published recipes have it, unless `filter_fn` asks for
+    them: what ``get_output_embeddings()`` returns, layers named lm_head or embed_out, those that
+    share the weight of an embedding, or have its shape and the name output or head; layers named
+    router, and gates beside experts.
     A layer of another library keeps its class, as a subclass of it, and outside of te_mx.autocast
     the forward that it had. docs/integrations.md has more.
 
@@ -61,8 +64,9 @@ def convert_model(
     Args:
         model: may itself be an nn.Linear.
         filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear, Conv1D and experts module;
-            False keeps the layer. A module that has several names is kept if it says False to any
-            of them. It is asked about every layer before the first one changes. "auto" keeps the
+            True converts it, heads and routers too, False keeps the layer. A module that has
+            several names is kept if it says False to any of them. It is asked about every layer
+            before the first one changes. "auto" keeps the
             nn.Linear layers that are too small to gain 1.05x over bf16 in a forward and backward
             pass of `tokens` tokens, as predicted from measured rates (te_mx/dispatch/cost.py) for
             the recipe and for the device where the weights lie now; and those for which nothing was
@@ -99,7 +103,8 @@ def convert_model(
             leaves what is bound; `revert_model` removes it. Not for between a forward and its
             backward: what is recomputed there would run with the new one. Of a
             `te_mx.recipe.CustomRecipe`, or `te_mx.recipe.overrides` by names, each layer gets its
-            own, and one that it leaves in high precision stays what it is; the report says so.
+            own, and one that it leaves in high precision stays what it is; the report says so. A
+            pattern of overrides that names a head or router asks for it.
 
     Returns:
         A `ConversionReport`; print it.

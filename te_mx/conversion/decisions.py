@@ -21,6 +21,7 @@ from te_mx.conversion.layers import (
     shape_of,
     why_not_linear,
 )
+from te_mx.conversion.published import kept_in
 from te_mx.conversion.report import (
     BOUND,
     CONVERTED,
@@ -132,7 +133,8 @@ class Decisions(NamedTuple):
 
 def decide(model: nn.Module, wanted: Wanted) -> Decisions:
     """Decide, which may raise, for one in `filter_fn`, and changes nothing."""
-    wanted = wanted._replace(protected={**_plain_in(model, wanted), **protected_in(model)})
+    kept = {**_published(model, wanted), **_plain_in(model, wanted), **protected_in(model)}
+    wanted = wanted._replace(protected=kept)
     rows: list[LayerReport] = []
     sequences: list[Plan] = []
     in_place = NOTHING
@@ -184,6 +186,20 @@ def _decide(
         note = f"{how}; {done}" if how else done
     made = row(module, names, WOULD_CONVERT if wanted.dry_run else CONVERTED, note)
     return Chosen(module, names[0], None if isinstance(gate, str) else gate), made
+
+
+def _published(model: nn.Module, wanted: Wanted) -> dict[int, str]:
+    """The nn.Linear that nobody asked for and published recipes keep, by id; a pattern of overrides
+    that names one asks for it, when the recipe is bound."""
+    if callable(wanted.filter_fn):
+        return {}
+    kept = kept_in(model)
+    function = wanted.recipe.qfactory if wanted.recipe.custom() else None  # type: ignore[attr-defined]
+    if wanted.binds and isinstance(function, ByPattern):
+        for module, names in layers_of(model):
+            if any(function.pattern(name) is not None for name in names):
+                kept.pop(id(module), None)
+    return kept
 
 
 def _plain_in(model: nn.Module, wanted: Wanted) -> dict[int, str]:

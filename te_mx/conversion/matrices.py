@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -15,7 +15,8 @@ _CONVOLUTIONS = (
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 # Their parameters of two or three dimensions are looked up, slid over the input, or scale it.
-_NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS, nn.LayerNorm, nn.RMSNorm)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NO_MATRICES = (*_EMBEDDINGS, *_CONVOLUTIONS, nn.LayerNorm, nn.RMSNorm)
 
 
 class Matrix(NamedTuple):
@@ -31,27 +32,39 @@ class Matrix(NamedTuple):
 
 class Census(NamedTuple):
     """The parameters of a model, each counted once: its matrices, the weights of its convolutions,
-    and the elements of all parameters."""
+    the elements of all parameters, and its embeddings."""
 
     matrices: list[Matrix]
     convolutions: list[Matrix]
     elements: int
+    embeddings: list[Matrix]
 
 
 def census_of(model: nn.Module, also: Collection[nn.Module] = ()) -> Census:
     """`also`: modules that count as te_mx's."""
-    convolutions: dict[int, Matrix] = {}
-    for name, module in model.named_modules():
-        weight = module.weight if isinstance(module, _CONVOLUTIONS) else None
-        if weight is not None and not is_lazy(weight):
-            path = f"{name}.weight" if name else "weight"
-            row = Matrix(path, type(module).__name__, tuple(weight.shape), weight.numel(), False)
-            convolutions.setdefault(id(weight), row)
     matrices = matrices_of(model, also)
+    tied = {matrix.name for matrix in matrices}
+    linear = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tied}
+    convolutions = _weights_of(model, _CONVOLUTIONS, ())
+    embeddings = _weights_of(model, _EMBEDDINGS, linear)
     elements = sum(value.numel() for value in model.parameters() if not is_lazy(value))
     dropped = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     codes = sum(matrix.elements for matrix in matrices if matrix.name not in dropped)
-    return Census(matrices, list(convolutions.values()), elements + codes)
+    return Census(matrices, convolutions, elements + codes, embeddings)
+
+
+def _weights_of(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], but: Collection[int]
+) -> list[Matrix]:
+    """The weights of modules of these classes, each once, but those with one of these ids."""
+    found: dict[int, Matrix] = {}
+    for name, module in model.named_modules():
+        weight: Any = module.weight if isinstance(module, kinds) else None
+        if weight is not None and not is_lazy(weight) and id(weight) not in but:
+            path = f"{name}.weight" if name else "weight"
+            row = Matrix(path, type(module).__name__, tuple(weight.shape), weight.numel(), False)
+            found.setdefault(id(weight), row)
+    return list(found.values())
 
 
 def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matrix]:
@@ -81,7 +94,7 @@ def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matr
 
 def describe(census: Census, shown: int = 5) -> str:
     """The share that te_mx holds, of the matrices and of all parameters; the largest of the other
-    matrices; the convolutions, if any."""
+    matrices; the embeddings and convolutions, if any."""
     lines, left = [], left_of(census.matrices)
     if census.matrices:
         total = sum(matrix.elements for matrix in census.matrices)
@@ -91,10 +104,12 @@ def describe(census: Census, shown: int = 5) -> str:
             f"layers, {_percent(held, census.elements)} % of all {census.elements:,} parameters"
         )
         lines.append(line + (f"; {len(left)} others{_some(left, shown)}" if left else ""))
-    if census.convolutions:
-        large = sorted(census.convolutions, key=lambda m: -m.elements)
+    for what, rows in (("embedding", census.embeddings), ("convolution", census.convolutions)):
+        if not rows:
+            continue
+        large = sorted(rows, key=lambda m: -m.elements)
         share = _percent(sum(m.elements for m in large), census.elements)
-        count = f"{len(large)} convolutions stay" if len(large) > 1 else "1 convolution stays"
+        count = f"{len(large)} {what}s stay" if len(large) > 1 else f"1 {what} stays"
         lines.append(f"{count}, {share} % of all parameters{_some(large, shown)}")
     return "\n".join(lines)
 

@@ -59,7 +59,7 @@ class ConversionReport:
         self.layers = layers
         self.recipe = recipe
         self._census = census_of(model, also)
-        self.matrices, self.convolutions, self.parameters = self._census
+        self.matrices, self.convolutions, self.parameters, _ = self._census
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -103,7 +103,7 @@ class ConversionReport:
     @property
     def totals(self) -> str:
         """The last lines: what te_mx holds of the matrices and of all parameters, and what of both
-        is left; empty for a model without matrices and convolutions."""
+        is left; empty for a model without matrices, embeddings and convolutions."""
         return describe(self._census)
 
     def __str__(self) -> str:

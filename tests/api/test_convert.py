@@ -104,6 +104,53 @@ def test_filter():
     assert type(model.lm_head) is nn.Linear
 
 
+class Mixture(nn.Module):
+    """Names and shapes of a language model that is nobody's; `mlp.gate` is no router."""
+
+    def __init__(self, head: str = "lm_head"):
+        super().__init__()
+        self.embed, self.tied = nn.Embedding(96, 32), nn.Linear(32, 96)
+        self.positions = nn.Embedding(8, 32)
+        self.tied.weight = self.embed.weight
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(32, 64), "up": nn.Linear(32, 64)})
+        self.moe = nn.ModuleDict({"gate": nn.Linear(32, 4), "experts": nn.Linear(32, 64)})
+        self.router = nn.ModuleDict({"classifier": nn.Linear(32, 4)})
+        self.output, self.wide = nn.Linear(32, 96), nn.ModuleDict({"output": nn.Linear(32, 64)})
+        self.add_module(head, nn.Linear(32, 80))
+        self.found = nn.Linear(32, 48)
+
+    def get_output_embeddings(self):
+        return self.found
+
+
+@pytest.mark.parametrize("head", ["lm_head", "embed_out"])
+@pytest.mark.parametrize("filter_fn", [None, "auto"])
+def test_heads_and_routers_stay_unless_asked_for(head, filter_fn):
+    heads, routers = ["tied", "output", head, "found"], ["moe.gate", "router.classifier"]
+    why = "kept in high precision as published recipes do; pass filter_fn to convert it"
+    wanted = dict.fromkeys(heads, f"head: {why}")
+    wanted |= dict.fromkeys(routers, f"router: {why}")
+    report = te_mx.convert_model(Mixture(head), filter_fn=filter_fn, dry_run=True)
+    kept = {name: why for name, why in report.skipped.items() if "published" in why}
+    assert kept == wanted
+    if filter_fn is None:
+        assert report.converted == ["mlp.gate", "mlp.up", "moe.experts", "wide.output"]
+    assert "1 embedding stays, " in report.totals and "positions.weight [8, 32]" in report.totals
+    model = Mixture(head)
+    report = te_mx.convert_model(model, filter_fn=lambda module, name: True)
+    assert report.skipped == {} and len(report) == 10
+    again = te_mx.convert_model(model, recipe="mxfp4")  # te_mx's layers, which was asked for
+    assert again.count("bound") == 10
+
+
+def test_a_pattern_of_overrides_asks_for_a_head():
+    model = Mixture()
+    recipe = te_mx.recipe.overrides("mxfp4", {"lm_head": "mxfp8", "moe.gate": None})
+    report = te_mx.convert_model(model, recipe=recipe)
+    assert "lm_head" in report.converted and "published" in report.skipped["found"]
+    assert report.skipped["moe.gate"].startswith("high precision, as the recipe says")
+
+
 def test_shared_modules_and_shared_weights():
     model = mlp()
     model.again = model[0]

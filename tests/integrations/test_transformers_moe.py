@@ -79,7 +79,7 @@ def test_outside_of_autocast_it_is_what_it_was(family):
     model = model_of(family)
     before, gradients = loss_and_gradients(model)
     names, class_before = list(model.state_dict()), type(experts_of(model))
-    report = te_mx.convert_model(model)
+    report = te_mx.convert_model(model, filter_fn=lambda *_: True)
     assert report.share >= 0.95 and "model.layers.0.mlp.experts" in report.converted
     assert list(model.state_dict()) == names and isinstance(experts_of(model), class_before)
     logits, again = loss_and_gradients(model)
