@@ -115,6 +115,11 @@ def freeze_weights(
     memory, leaves those modules frozen that were done: dropped weights do not come back. Call again
     to go on.
     """
+    if isinstance(drop_master, str):
+        raise TypeError(
+            f"drop_master must be a bool, got {shown(drop_master)}; pass a format as "
+            "freeze_weights(model, fmt=...)"
+        )
     check_flag("drop_master", drop_master)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn must be a function or None, got {shown(filter_fn)}")

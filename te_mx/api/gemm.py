@@ -161,8 +161,8 @@ class GemmOutput(NamedTuple):
 
 def quantize(
     x: Tensor,
-    *,
     fmt: str = "e4m3",
+    *,
     rowwise: bool = True,
     columnwise: bool = False,
     columnwise_transposed: bool | None = None,

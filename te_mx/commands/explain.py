@@ -13,7 +13,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("shape", metavar="MxNxK", help="tokens x out features x in features")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, .. (default: cpu)")
     p.add_argument(
-        "--formats", default="", metavar="W or X:W",
+        "--fmt", default="", metavar="W or X:W",
         help="formats of weights, or of inputs and weights; inputs are MXFP8 otherwise (default: "
         "mxfp8_e4m3)",
     )  # fmt: skip
@@ -29,7 +29,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     m, n, k = parse_shape(args.shape)
-    recipe = recipe_of(args.formats) if args.formats else None
+    recipe = recipe_of(args.fmt) if args.fmt else None
     print(
         te_mx.explain(
             m=n, n=m, k=k, device=args.device, precision=args.precision, recipe=recipe,

@@ -58,7 +58,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, .. (default: cpu)")
     p.add_argument(
-        "--formats", default=FORMATS, metavar="W,X:W,..",
+        "--fmt", default=FORMATS, metavar="W,X:W,..",
         help="formats of weights, or of inputs and weights; inputs are MXFP8 otherwise (default: "
         f"{FORMATS})",
     )  # fmt: skip
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         if args.shapes
         else of_models(args.model, tokens)
     )
-    recipes = [recipe_of(word, args.split_k) for word in args.formats.split(",")]
+    recipes = [recipe_of(word, args.split_k) for word in args.fmt.split(",")]
     out = args.out or Path(f"te_mx_{name}.csv")
     session = Session(device, out, args.resume, args.rounds, args.kept_only, args.any_bits)
     gc.collect()

@@ -29,8 +29,8 @@ STAND_IN = "half the sum of squares of the output, a stand-in"
 def inspect(
     model: nn.Module,
     batch: Any,
+    fmt: Iterable[str] | str | None = None,
     *,
-    formats: Iterable[str] | str | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
     gradients: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -60,8 +60,8 @@ def inspect(
     Args:
         batch: what the model takes: a dict is passed as keywords, a tuple or list as positions, a
             tensor alone.
-        formats: of `te_mx.formats.names()`, which may be passed whole; None for "mxfp8_e4m3",
-            "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3" and "mxfp4".
+        fmt: one or several of `te_mx.formats.names()`, which may be passed whole; None for
+            "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3" and "mxfp4".
         loss_fn: ``loss_fn(output)`` -> the scalar that backward starts from. None: the output's
             ``loss`` (that of a Hugging Face model that was given labels), or the output itself if
             it is a scalar, or half the sum of squares of its first tensor. The last one stands in
@@ -92,7 +92,7 @@ def inspect(
             f"inspect: batch must be a tensor, tuple, list or dict, got {shown(batch)}; put what "
             "the model takes into a tuple"
         )
-    rules = _rules(formats, scale_rule)
+    rules = _rules(fmt, scale_rule)
     for name, function in (("loss_fn", loss_fn), ("filter_fn", filter_fn)):
         if function is not None and not callable(function):
             raise TypeError(f"inspect: {name} must be a function, got {shown(function)}")
@@ -125,20 +125,20 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
     if isinstance(names, str):
         names = (names,)
     elif not usual and not (isinstance(names, Iterable) and not isinstance(names, Tensor)):
-        raise TypeError(f"inspect: formats must be names of formats, got {shown(names)}")
+        raise TypeError(f"inspect: fmt must be names of formats, got {shown(names)}")
     listed = list(USUAL if usual else names)
     known = ", ".join(all_formats.names())
     if not listed:
-        raise ValueError(f"inspect: formats must name one or more of {known}, got none")
+        raise ValueError(f"inspect: fmt must name one or more of {known}, got none")
     rules: dict[Format, str] = {}
     for name in listed:
         try:
             fmt = all_formats.get(name)
         except ValueError:
             wrong = ValueError if isinstance(name, str) else TypeError
-            raise wrong(f"inspect: formats must be among {known}, got {shown(name)}") from None
+            raise wrong(f"inspect: fmt must be among {known}, got {shown(name)}") from None
         if fmt.transform is not None:
-            raise ValueError(f"inspect: formats must be among {known}, got {shown(name)}")
+            raise ValueError(f"inspect: fmt must be among {known}, got {shown(name)}")
         has = fmt.scaling
         every = map(all_formats.get, all_formats.names())
         elsewhere = usual and any(one.scaling.knows(rule) for one in every)

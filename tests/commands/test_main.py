@@ -57,7 +57,7 @@ def times(monkeypatch):
 
 
 def tuned(out, *more, shapes=SHAPE, formats="mxfp8_e4m3"):
-    command = ["tune", "--shapes", shapes, "--formats", formats, "--out", str(out), "--any-bits"]
+    command = ["tune", "--shapes", shapes, "--fmt", formats, "--out", str(out), "--any-bits"]
     code = main([*command, *more])
     return code, {row.key.m: row for row in table.read(out)}
 
@@ -146,7 +146,7 @@ def test_choices_change_no_bits_unless_asked_to(times, tmp_path, monkeypatch):
     table serves stay out, however fast they are; the table says which it is."""
     times["portable_f32"] = 10.0
     out = tmp_path / "t.csv"
-    command = ["tune", "--shapes", SHAPE, "--formats", "mxfp8_e4m3", "--out", str(out)]
+    command = ["tune", "--shapes", SHAPE, "--fmt", "mxfp8_e4m3", "--out", str(out)]
     assert main(command) == 0
     assert [row.choice() for row in table.read(out)] == [DEFAULT]
     assert [names for names, _ in times.asked] == [["portable_stream"]]
@@ -194,7 +194,7 @@ def test_real_times_of_every_format(tmp_path, monkeypatch):
     monkeypatch.setitem(timing._LEAST_SECONDS, "cpu", 1e-5)
     out = tmp_path / "t.csv"
     formats = "mxfp8_e4m3,mxfp4,mxfp4:mxfp4,fp8_e4m3_1x128:fp8_e4m3_128x128"
-    made = ["tune", "--shapes", "2x64x128", "--formats", formats, "--out", str(out)]
+    made = ["tune", "--shapes", "2x64x128", "--fmt", formats, "--out", str(out)]
     assert main([*made, "--rounds", "1"]) == 0
     rows = table.read(out)
     assert {(row.key.x, row.key.w) for row in rows} == {
@@ -230,7 +230,7 @@ def test_experts_are_tuned_by_tokens_and_top_k(tmp_path, monkeypatch, capsys):
     assert tuned(out, *mixture, "--resume", formats="mxfp4")[0] == 0 and not asked
     te_mx.use_tuned_table(out)
     capsys.readouterr()
-    assert main(["explain", SHAPE, "--formats", "mxfp8:mxfp4", *mixture]) == 0
+    assert main(["explain", SHAPE, "--fmt", "mxfp8:mxfp4", *mixture]) == 0
     assert "configuration few rows on portable_f32" in capsys.readouterr().out
 
 
@@ -269,7 +269,7 @@ def test_models_have_the_sizes_of_their_projections(tmp_path):
         (["tune", "--shapes", "1000x64x64"], "up to 512 tokens"),
         (["tune", "--model", "llama9"], "a model is one of llama3_70b"),
         (["tune", "--model", "llama3_8b", "--tokens", "0"], "tokens are numbers from 1"),
-        (["tune", "--shapes", SHAPE, "--formats", "mxfp5"], "mxfp5"),
+        (["tune", "--shapes", SHAPE, "--fmt", "mxfp5"], "mxfp5"),
         (["tune", "--shapes", SHAPE, "--device", "cuda:77"], "torch finds"),
         (["tune", "--shapes", SHAPE, "--device", "meta"], "no native kernel runs on meta"),
         (["tune", "--shapes", SHAPE, "--rounds", "0"], "--rounds must be at least 1"),
@@ -294,7 +294,7 @@ def test_wrong_uses_are_said_in_one_line(arguments, why, capsys, tmp_path, monke
 
 @pytest.mark.parametrize("words", ["mxfp4", "fp8_e4m3_1x128:fp8_e4m3_1x128"])  # as tune has them
 def test_explain_prints_the_choice(capsys, words):
-    assert main(["explain", "4x64x96", "--formats", words]) == 0
+    assert main(["explain", "4x64x96", "--fmt", words]) == 0
     said, recipe = capsys.readouterr().out, tune.recipe_of(words)
     assert said.strip() == str(te_mx.explain(m=64, n=4, k=96, recipe=recipe))
     assert said.endswith("not tuned: default\n")
@@ -421,7 +421,7 @@ def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatc
     out = tmp_path / "t.csv"
     given = {"portable_stream": 100.0, "portable_f32": 90.0, "one_call": 80.0,
              "one_call, slowly": 95.0, "steps": 60.0}  # fmt: skip
-    command = ["tune", "--shapes", f"{SHAPE},8x64x96", "--formats", "mxfp8_e4m3", "--any-bits"]
+    command = ["tune", "--shapes", f"{SHAPE},8x64x96", "--fmt", "mxfp8_e4m3", "--any-bits"]
     main([*command, "--out", str(out)])
     rows = {(row.key.operation, row.key.m): row for row in table.read(out)}
     assert {key: row.choice() for key, row in rows.items()} == {

@@ -25,19 +25,19 @@ import te_mx
 
 
 def report(device: str) -> Any:
-    return te_mx.inspect(model(device), torch.ones(4, 64, device=device), formats="mxfp4")
+    return te_mx.inspect(model(device), torch.ones(4, 64, device=device), fmt="mxfp4")
 
 
 # What a model makes of lists, dicts and other tensors is its own affair.
 INSPECTED = (
     Call(
         "te_mx.inspect", on_model(te_mx.inspect, model),
-        lambda d: {"model": model(d), "batch": torch.ones(4, 64, device=d), "formats": None,
+        lambda d: {"model": model(d), "batch": torch.ones(4, 64, device=d), "fmt": None,
                    "loss_fn": lambda y: y.sum(), "gradients": True,
                    "filter_fn": lambda module, name: True, "scale_rule": "even",
                    "alignment_spread": 8, "max_elements": 4096, "progress": False},
         {"model": MODULE | changed(None, meta=lambda m: m.to("meta")),
-         "batch": other_than("a list", "a dict", "a tensor"), "formats": other_than("None"),
+         "batch": other_than("a list", "a dict", "a tensor"), "fmt": other_than("None"),
          "loss_fn": OPTIONAL_FUNCTION, "gradients": FLAG,
          "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late),
          "scale_rule": OPTIONAL_WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),

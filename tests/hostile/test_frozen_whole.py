@@ -108,4 +108,8 @@ def test_words_are_no_bools(value):
         te_mx.unfreeze_weights(layer, dequantize=value)
     with pytest.raises(TypeError, match=r"model must be an nn.Module, got OrderedDict"):
         te_mx.freeze_weights(layer.state_dict())
+    with pytest.raises(
+        TypeError, match=r"got 'mxfp4'; pass .* freeze_weights\(model, fmt=\.\.\.\)"
+    ):
+        te_mx.freeze_weights(layer, "mxfp4")
     assert not layer._source.standing

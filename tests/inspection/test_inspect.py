@@ -48,7 +48,7 @@ def check(report, layer, sums):
 
 
 def inspect(model, batch, **how):
-    return te_mx.inspect(model, batch, **{"formats": "e4m3", **how})
+    return te_mx.inspect(model, batch, **{"fmt": "e4m3", **how})
 
 
 def mlp():
@@ -246,14 +246,14 @@ def test_without_a_loss_something_stands_in_and_is_named():
 
 def test_rules_and_elements_are_what_was_asked_for():
     model, x = mlp(), torch.randn(1000, 64)
-    report = inspect(model, x, formats=["mxfp4", "e4m3"], scale_rule="floor", max_elements=300 * 64)
+    report = inspect(model, x, fmt=["mxfp4", "e4m3"], scale_rule="floor", max_elements=300 * 64)
     assert report.about.rules == {"mxfp4": "floor", "mxfp8_e4m3": "floor"}
     first = report["1"][0]
     assert first.saturated > 0 and first.elements == 2 * 128 * 64
     assert "at most about 19,200 elements" in str(report)
     usual = ["mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"]
     assert list(te_mx.inspect(model, x[:2]).about.rules) == usual
-    every = te_mx.inspect(model, x[:2], formats=formats.names())
+    every = te_mx.inspect(model, x[:2], fmt=formats.names())
     assert list(every.about.rules) == list(formats.names())
 
 
@@ -370,15 +370,15 @@ LINEAR = nn.Linear(8, 8)
         (nn.Linear(8, 8), {"loss_fn": lambda y: y}, TypeError, "loss_fn must return a scalar"),
         (nn.Linear(8, 8), {"loss_fn": 3}, TypeError, "loss_fn must be a function"),
         (nn.Linear(8, 8), {"batch": 3}, TypeError, "batch must be a tensor, tuple"),
-        (nn.Linear(8, 8), {"formats": "nf4"}, ValueError, "formats must be among .* got 'nf4'"),
+        (nn.Linear(8, 8), {"fmt": "nf4"}, ValueError, "fmt must be among .* got 'nf4'"),
         (
             nn.Linear(8, 8),
-            {"formats": "mxfp4+rht16:0x1"},
+            {"fmt": "mxfp4+rht16:0x1"},
             ValueError,
-            "formats must be among .* got",
+            "fmt must be among .* got",
         ),
-        (nn.Linear(8, 8), {"formats": []}, ValueError, "one or more"),
-        (nn.Linear(8, 8), {"formats": ["mxfp4", 3]}, TypeError, "got 3"),
+        (nn.Linear(8, 8), {"fmt": []}, ValueError, "one or more"),
+        (nn.Linear(8, 8), {"fmt": ["mxfp4", 3]}, TypeError, "got 3"),
         (nn.Linear(8, 8), {"scale_rule": "up"}, ValueError, "scale_rule must be one of 'rceil'"),
         (nn.Linear(8, 8), {"alignment_spread": 9}, ValueError, "spread must be in 0..8"),
         (nn.Linear(8, 8), {"max_elements": 0}, ValueError, "max_elements must be 1 or more"),

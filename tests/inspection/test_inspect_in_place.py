@@ -63,9 +63,9 @@ def test_experts(fuse):
     te_mx.convert_model(model, fuse=fuse)
     with torch.no_grad():
         before = experts(*batch)
-    report = te_mx.inspect(experts, batch, formats=["mxfp8_e4m3", "mxfp4"], loss_fn=torch.sum)
+    report = te_mx.inspect(experts, batch, fmt=["mxfp8_e4m3", "mxfp4"], loss_fn=torch.sum)
     assert not report.about.never_ran and not report.about.skipped
-    want = te_mx.inspect(twin, batch, formats=["mxfp8_e4m3", "mxfp4"], loss_fn=torch.sum)
+    want = te_mx.inspect(twin, batch, fmt=["mxfp8_e4m3", "mxfp4"], loss_fn=torch.sum)
     check_same(list(report), list(want))
     with torch.no_grad():
         assert torch.equal(experts(*batch), before)
@@ -81,6 +81,6 @@ def test_conv1d():
         plain.weight.copy_(layer.weight.t())
         plain.bias.copy_(layer.bias.normal_())
     te_mx.convert_model(model := nn.Sequential(layer))
-    report = te_mx.inspect(model, x, formats=["mxfp8_e4m3", "mxfp4"])
+    report = te_mx.inspect(model, x, fmt=["mxfp8_e4m3", "mxfp4"])
     assert not report.about.never_ran
-    check_same(list(report), list(te_mx.inspect(plain, x, formats=["mxfp8_e4m3", "mxfp4"])))
+    check_same(list(report), list(te_mx.inspect(plain, x, fmt=["mxfp8_e4m3", "mxfp4"])))

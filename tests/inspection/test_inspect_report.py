@@ -94,7 +94,7 @@ def test_text_says_what_matters(report):
 # Few layers with numbers in them, many with some names, one format, no gradients, no tiles.
 @pytest.mark.parametrize(
     ("layers", "how"),
-    [(4, {}), (70, {"formats": "mxfp4"}), (4, {"formats": "mxfp6_e3m2", "gradients": False})],
+    [(4, {}), (70, {"fmt": "mxfp4"}), (4, {"fmt": "mxfp6_e3m2", "gradients": False})],
 )
 def test_the_picture(layers, how, tmp_path):
     image = pytest.importorskip("matplotlib.image")
@@ -142,15 +142,15 @@ def test_progress_is_shown_where_tqdm_is_installed(monkeypatch):
     bars: list[Bar] = []
     monkeypatch.setitem(sys.modules, "tqdm", type(sys)("tqdm"))
     sys.modules["tqdm"].tqdm = Bar
-    made(formats="mxfp4")
-    made(formats="mxfp4", progress=False)
+    made(fmt="mxfp4")
+    made(fmt="mxfp4", progress=False)
     (bar,) = bars
     assert bar.how["total"] == bar.count == 8 and bar.how["disable"] is None
 
 
 def test_what_is_nan_throughout_is_not_called_zero():
     layer = nn.Linear(64, 32)
-    text = str(te_mx.inspect(layer, torch.full((4, 64), math.nan), formats=["mxfp4"]))
+    text = str(te_mx.inspect(layer, torch.full((4, 64), math.nan), fmt=["mxfp4"]))
     assert "x: NaN/Inf" in text and "closest to w: 4 bits" in text and "all zero" not in text
-    text = str(te_mx.inspect(layer, torch.zeros(4, 64), formats=["mxfp4"]))
+    text = str(te_mx.inspect(layer, torch.zeros(4, 64), fmt=["mxfp4"]))
     assert "x: all zero" in text and "NaN/Inf" not in text

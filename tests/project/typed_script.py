@@ -60,7 +60,8 @@ def main() -> Tensor:
     for row in te_mx.audit(model):
         assert_type(row.fprop, str)
     assert_type(te_mx.freeze_weights(model, filter_fn=lambda module, name: name == "up"), int)
-    quantized = te_mx.quantize(x.detach())
+    quantized = te_mx.quantize(x.detach(), "mxfp8_e4m3")
+    assert_type(te_mx.inspect(model, x, "mxfp4", progress=False), te_mx.InspectionReport)
     made = te_mx.gemm(te_mx.quantize(torch.randn(32, 64)), quantized, "TN")
     assert_type(te_mx.explain(m=32, n=16, k=64).kernel, str)
     return assert_type(made.out, Tensor) + quantized.dequantize().sum()
