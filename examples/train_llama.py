@@ -50,8 +50,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--seq", type=int, default=argparse.SUPPRESS, help="bytes a sequence")
     p.add_argument(
-        "--attn", choices=["sdpa", "eager"], default=d.attention, help="Transformers' attention"
-    )
+        "--attn", choices=["auto", "sdpa", "eager"], default=d.attention,
+        help="Transformers' attention; auto is sdpa where the model has it",
+    )  # fmt: skip
     p.add_argument("--compile", action="store_true", help="torch.compile both models")
     p.add_argument(
         "--fuse", action=argparse.BooleanOptionalAction, default=d.fuse,
@@ -135,9 +136,10 @@ def lacks(args: argparse.Namespace) -> str | None:
     """Why this model cannot be trained here; asked before anything of an earlier run goes."""
     try:
         chosen = settings(args, "mxfp8")
-        chosen.config()
+        with torch.device("meta"):
+            models.build(chosen.config(), attention=chosen.attention)
     except (RuntimeError, ValueError) as error:
-        return str(error)
+        return str(error).splitlines()[0]
     if args.parallel:
         return parallel.why_not(chosen, torch.distributed.get_world_size())
     return None

@@ -104,10 +104,15 @@ def config_of(which: str, **changes: Any) -> Any:
         )
     try:
         fields = json.loads(path.read_text())
-        model_type = fields["model_type"]
+        fields["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no config of Transformers with a model_type") from error
-    fields |= {"model_type": model_type, **changes}
+    of_text = fields.get("text_config") or fields  # the part of a model that takes images too
+    if "num_hidden_layers" in changes:  # lists such as layer_types say something of each layer
+        count, layers = of_text.get("num_hidden_layers"), changes["num_hidden_layers"]
+        lists = {k: v for k, v in of_text.items() if isinstance(v, list) and len(v) == count}
+        of_text.update({k: v[:layers] for k, v in lists.items()})
+    of_text.update(changes)
     try:
         return transformers().AutoConfig.for_model(**fields)
     except ValueError as error:
@@ -132,9 +137,12 @@ def build(
 ) -> nn.Module:
     """A causal language model on the default device, of random weights or those of a folder.
 
-    `experts` names Transformers' way to compute a mixture of experts, such as ``"grouped_mm"``.
+    `attention` is Transformers' implementation; "auto" is sdpa where the model has it. `experts`
+    names Transformers' way to compute a mixture of experts, such as ``"grouped_mm"``.
     """
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    how: dict[str, Any] = {"dtype": dtype}
+    if attention != "auto":
+        how["attn_implementation"] = attention
     if experts is not None:
         how["experts_implementation"] = experts
     auto = transformers().AutoModelForCausalLM

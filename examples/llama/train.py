@@ -36,7 +36,7 @@ class LlamaSettings(train.Settings):
 
     layers: int | None = None  # None: as the model's config says
     sequence: int = 128
-    attention: str = "sdpa"
+    attention: str = "auto"
     compile: bool = False
     fuse: bool = True
     fp32_params: bool = False
@@ -55,6 +55,8 @@ class LlamaSettings(train.Settings):
         """Raises ValueError where the model cannot be trained on bytes like this."""
         changes = {} if self.layers is None else {"num_hidden_layers": self.layers}
         config = models.config_of(self.preset, **changes)
+        if not models.has_weights(self.preset):
+            config = config.get_text_config()  # of what takes images too
         if config.vocab_size < 256:
             raise ValueError(
                 f"bytes need a vocabulary of 256, {self.preset} has {config.vocab_size}"

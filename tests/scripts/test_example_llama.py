@@ -82,8 +82,45 @@ def test_options_reach_the_model(options: list[str], dtype: torch.dtype, text: d
     trainer = train.LlamaTrainer(chosen, text)
     assert {p.dtype for p in trainer.model.parameters()} == {dtype}
     assert len(trainer.model.model.layers) == (chosen.layers or 1)
-    assert trainer.model.config._attn_implementation == chosen.attention
+    attention = {"auto": "sdpa"}.get(chosen.attention, chosen.attention)
+    assert trainer.model.config._attn_implementation == attention
     assert trainer.step() == pytest.approx(5.5, abs=0.2)  # ln 256, before anything was learnt
+
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3": {**SMALL, "layer_types": ["full_attention"] * 2},
+    "gemma2": {**SMALL, "query_pre_attn_scalar": 32},  # has no sdpa
+    "gemma3": {
+        "text_config": {**SMALL, "model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    },
+    "gpt2": {"vocab_size": 256, "n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 128},
+    "mamba": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_configs_of_other_architectures(kind: str, text: data.Text, tmp_path: Path) -> None:
+    fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **CONFIGS[kind]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **fields}))
+    options = ["--config", str(path), "--layers", "1", "--seq", "32", "--batch", "2"]
+    assert train_llama.lacks(train_llama.parse(options)) is None
+    trainer = train.LlamaTrainer(settings("mxfp8", *options), text)
+    assert trainer.step() == pytest.approx(5.6, abs=1.5)
+    kernels = trainer.kernels()
+    assert kernels["high precision"] == 1 and len(kernels) >= 2
+    assert trainer.model.config.num_hidden_layers == 1
+
+
+def test_a_config_without_a_causal_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "vocab_size": 256}')
+    says = train_llama.lacks(train_llama.parse(["--config", str(tmp_path)]))
+    assert says is not None and "T5Config" in says and "\n" not in says
 
 
 def test_compiled_run_trains_like_the_eager_one(
