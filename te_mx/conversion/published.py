@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 _HEADS = {"lm_head", "embed_out"}
 _HEADS_OF_EMBEDDINGS = {"output", "head"}  # names of other things too
-_ROUTERS = {"router", "gate", "shared_expert_gate"}
+_GATES = {"gate", "shared_expert_gate"}  # routers where experts are beside them
 _WHY = "{}: kept in high precision as published recipes do; pass filter_fn to convert it"
 
 
@@ -38,9 +38,9 @@ def _what(model: nn.Module, name: str, layer: nn.Linear, tables: list[Tensor]) -
         return "head"
     if path[-1] in _HEADS_OF_EMBEDDINGS and any(layer.weight.shape == t.shape for t in tables):
         return "head"
-    # The gate of an MLP block has this name too, but no experts beside it.
-    at = next((index for index, part in enumerate(path) if part in _ROUTERS), None)
-    if at is None:
-        return ""
-    beside = [child for child, _ in model.get_submodule(".".join(path[:at])).named_children()]
-    return "router" if path[at] == "router" or any("expert" in n for n in beside) else ""
+    for index, part in enumerate(path):
+        if part in _GATES:
+            above = model.get_submodule(".".join(path[:index]))
+            if any("expert" in child and child != part for child, _ in above.named_children()):
+                return "router"
+    return "router" if "router" in path else ""
