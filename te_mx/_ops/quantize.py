@@ -16,6 +16,7 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.registry import planned
+from te_mx.formats.nvfp4 import tensor_scaled
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import note_read
@@ -76,6 +77,15 @@ def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] |
         return None
     plan = planned("quantize", x.device, row, "", (*x.shape, 1), x.dtype, rule=rule)[1]
     return getattr(plan, "rows", None)
+
+
+def quantize_tensor_scaled(x: Tensor, fmt: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block scales and tensor scale of x [rows, k] in plain torch, whose operations no
+    compiler may fuse into others: `TensorScaledFormat.quantize_tensor`."""
+    if is_direct(x):
+        return _quantize_tensor(x, fmt, rule)
+    codes, scales, whole = _QUANTIZE_TENSOR(x, fmt, rule)
+    return codes, scales, whole
 
 
 def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
@@ -214,6 +224,21 @@ def _quantize_beyond_fake(x: Tensor, most: int, row: str, rule: str) -> list[Ten
     return _quantize_fake(x, row, "", rule, False, torch.float32)
 
 
+@torch.no_grad()
+def _quantize_tensor(x: Tensor, fmt: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    return tensor_scaled(fmt).quantize_tensor(x, rule)
+
+
+def _quantize_tensor_fake(x: Tensor, fmt: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    known, (rows, k) = tensor_scaled(fmt), x.shape
+    known.check_quantizable(x, rule)
+    codes, scales = (
+        x.new_empty(shape, dtype=torch.uint8)
+        for shape in (known.codes_shape(rows, k), known.scales_shape(rows, k))
+    )
+    return codes, scales, x.new_empty(known.tensor_scale_shape(rows), dtype=torch.float32)
+
+
 def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
     if dtype != torch.float64:  # for tests
         checks.float_dtype(dtype)
@@ -266,6 +291,11 @@ _QUANTIZE_BEYOND = define(
     "quantize_beyond(Tensor x, int most, str row, str rule) -> Tensor[]",
     _quantize_beyond,
     _quantize_beyond_fake,
+)
+_QUANTIZE_TENSOR = define(
+    "quantize_tensor(Tensor x, str fmt, str rule) -> (Tensor, Tensor, Tensor)",
+    _quantize_tensor,
+    _quantize_tensor_fake,
 )
 _DEQUANTIZE = define(
     "dequantize(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, ScalarType dtype)"

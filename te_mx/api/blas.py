@@ -15,7 +15,7 @@ The epilogue words of `te_mx.gemm`, checked and put into the form that ops take.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -78,13 +78,16 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
 
 def operand_of(tensor: Any, usage: str, name: str, layout: str) -> Operand:
     """The copy of an MXTensor that a layout reads. Raises ValueError where it has none."""
-    operand = tensor.operand(usage)
-    if operand is None:
-        raise ValueError(
-            f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has none; "
-            f"make it with te_mx.quantize(x, {usage}=True)"
-        )
-    return operand
+    operand: Operand | None = tensor.operand(usage)
+    return no_copy(tensor, usage, name, layout) if operand is None else operand
+
+
+def no_copy(tensor: Any, usage: str, name: str, layout: str) -> NoReturn:
+    """Raise ValueError for a copy that a layout reads and an MXTensor does not have."""
+    raise ValueError(
+        f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has none; "
+        f"make it with te_mx.quantize(x, {usage}=True)"
+    )
 
 
 def check_dtype(dtype: torch.dtype, name: str) -> None:

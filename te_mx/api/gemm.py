@@ -22,14 +22,16 @@ from te_mx._ops import FLOAT_DTYPES, Mode
 from te_mx._ops.gemm import empty, note_written
 from te_mx._ops.library import is_direct
 from te_mx.api import blas, mixed_gemm
-from te_mx.api.tensor import MXTensor, _make, name_of
+from te_mx.api.tensor import MXTensor, _make, check_by_rows, name_of
 from te_mx.autograd import node
 from te_mx.dispatch.calls import Product
 from te_mx.dispatch.kernels import Plan, derived
 from te_mx.dispatch.registry import planned
 from te_mx.dispatch.run import REFERENCE
 from te_mx.formats import Format
+from te_mx.formats.nvfp4 import TensorScaledFormat
 from te_mx.formats.scaling import STOCHASTIC
+from te_mx.layouts.plain import COLS
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.runtime import streams
 from te_mx.runtime.arguments import check_dense, check_flag, is_one_of, parts_of, shown
@@ -186,17 +188,23 @@ def quantize(
     max(fmt) / amax``, whose mantissa the rule "pow2" cuts off. A block of zeros has scale 1, a
     block with NaN or Inf the scale NaN.
 
+    NVFP4 ("nvfp4", "nvfp4_16x16") has an E4M3 scale for every 16 elements, or for 16 x 16, and an
+    fp32 scale for the whole tensor ("nvfp4_rows": for every row): te_mx.formats.nvfp4 has the
+    formulas, those of Transformer Engine, torchao, ModelOpt and compressed-tensors. Plain torch
+    makes it, and te_mx.gemm takes it.
+
     Args:
         x: [..., cols] float32, bfloat16 or float16; any strides. A single dimension is one row.
         fmt: "e4m3" (max 448) or "e5m2" (max 57344), which are MXFP8, or a name of
-            te_mx.formats.names().
+            te_mx.formats.names(), "nvfp4", "nvfp4_16x16" or "nvfp4_rows".
         rowwise: blocks along the last dimension.
         columnwise: blocks along the flattened leading dimensions. With rowwise, x is read once for
             both.
         columnwise_transposed: store the columnwise copy as [cols, rows]. None takes the form that
             the device's GEMM reads best. Values do not depend on it.
         scale_rule: "rceil", "floor" or "even" for MX formats; "pow2" or "fp32" for blockwise FP8,
-            with the smallest amax behind a colon if wanted ("fp32:1e-12"). None for the first one.
+            with the smallest amax behind a colon if wanted ("fp32:1e-12"); "te", "torchao",
+            "modelopt" or "compressed_tensors" for NVFP4. None for the first one.
         rounding: "nearest" (to even), or "stochastic" for MX formats: up or down with a mean of
             what is rounded, by random bits that depend on the seed and on the element's place.
         seed: of stochastic rounding: an int of 64 bits, or an int64 tensor [1] on the device of x,
@@ -248,11 +256,15 @@ def quantize(
         )
     transposed = columnwise_transposed
     if columnwise and transposed is None:
-        plain = ops.forms(x.device, known.name, known.name, "exact", MAX_SPREAD).col
-        transposed = plain.endswith("@rows") or known.element.bits < 8
+        transposed = known.element.bits < 8 or ops.forms(
+            x.device, known.name, known.name, "exact", MAX_SPREAD
+        ).col.endswith("@rows")
     if node.active():
         node.refuse("te_mx.quantize", (x,), node.FUNCTION, grad=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if known.tensor_scaled:
+        made = _tensor_scaled(x.shape, flat, known, rule, rowwise, columnwise, bool(transposed))
+        return prepack(made) if packed else made
     row, col = ops.quantize_2d(
         flat, f"{known.name}@rows" if rowwise else "",
         f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "",
@@ -262,6 +274,26 @@ def quantize(
     held = *parts[0], *parts[1]
     made = _make(x.shape, name_of(known), held, bool(columnwise and transposed))
     return prepack(made) if packed else made
+
+
+def _tensor_scaled(
+    shape: torch.Size, x: Tensor, fmt: Format, rule: str, rowwise: bool, columnwise: bool,
+    transposed: bool,
+) -> MXTensor:  # fmt: skip
+    """What te_mx.quantize makes where the format has a tensor scale, which both copies share."""
+    assert isinstance(fmt, TensorScaledFormat)
+    check_by_rows(fmt, columnwise)
+    held: list[Tensor | None] = []
+    for asked, side in ((rowwise, x), (columnwise, x.t())):
+        if not asked:
+            held += None, None
+            continue
+        codes, scales, whole = ops.quantize_tensor_scaled(side, fmt.name, rule)
+        if side is not x and not transposed:
+            codes, scales = COLS.pack(fmt, codes, scales, side.shape[1])
+        held += codes, scales
+    parts: Any = tuple(held)
+    return _make(shape, name_of(fmt), parts, columnwise and transposed, whole)
 
 
 def prepack(q: MXTensor) -> MXTensor:
@@ -362,6 +394,8 @@ def gemm(
 
     Args:
         A, B: MXTensors on one device, each with the copy that the layout reads; formats may differ.
+            Codes of NVFP4 are decoded for the time of the product, code * scale exactly, which is
+            torch's with fp32 sums; these are multiplied by the tensor scales.
             One may be a plain tensor in bf16 or fp16 (weight only: bf16 times MXFP4). It is not
             quantized: the codes of the other are decoded for the time of the product, which is
             torch's, in bf16 if both sides are such numbers, else in fp32.

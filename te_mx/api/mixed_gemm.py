@@ -1,8 +1,9 @@
 """te_mx.gemm of an MXTensor and a plain tensor: what the codes stand for, times numbers that are
-not quantized (W4A16 and the like).
+not quantized (W4A16 and the like); and of two MXTensors where one has a tensor scale (NVFP4).
 
 Codes are decoded for the time of the product: to bf16 where the other side is bf16 and the format's
-values are too, else to fp32. Products are those of torch, sums fp32, rounded once. For
+values are too, else to fp32. Products are those of torch, sums fp32, rounded once. Of NVFP4
+code * block scale is decoded, and sums are multiplied by the tensor scales. For
 te_mx.grouped_gemm of tokens that are not quantized: so for every group.
 """
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
-from te_mx.api.blas import USAGES, check_layout, operand_of
+from te_mx.api.blas import USAGES, check_layout, no_copy, operand_of
+from te_mx.api.tensor import MXTensor, TensorScaled
 from te_mx.autograd.grouped import grouped_plain
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.dispatch.calls import Epilogue
@@ -27,11 +29,15 @@ _F32, _BF16 = torch.float32, torch.bfloat16
 DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
 
 
-class Sides(NamedTuple):
-    """B [n, k] and A [m, k]: one an operand, the other a matrix."""
+Side = Operand | TensorScaled | Tensor
 
-    lhs: Operand | Tensor
-    rhs: Operand | Tensor
+
+class Sides(NamedTuple):
+    """B [n, k] and A [m, k]: one an operand, the other a matrix; or one with a tensor scale, the
+    other any."""
+
+    lhs: Side
+    rhs: Side
 
     @property
     def n(self) -> int:
@@ -48,17 +54,20 @@ class Sides(NamedTuple):
 
 
 def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
-    """The sides where one of A and B is a plain tensor in 16 bits and the other an MXTensor, else
-    None.
+    """The sides where one of A and B is a plain tensor in 16 bits and the other an MXTensor, or
+    both are and one of them has a tensor scale, else None.
 
     Raises:
         TypeError: the tensor has another dtype.
         ValueError: what does not fit.
     """
     name, plain, other = ("A", A, B) if isinstance(A, Tensor) else ("B", B, A)
-    if not (isinstance(plain, Tensor) and hasattr(other, "operand")):
+    scaled = any(isinstance(one, MXTensor) and one.tensor_scale is not None for one in (A, B))
+    if not (isinstance(plain, Tensor) or scaled) or not hasattr(other, "operand"):
         return None
-    if plain.dtype not in DTYPES or plain.dim() == 0:
+    if scaled and not hasattr(plain, "operand") and not isinstance(plain, Tensor):
+        return None
+    if isinstance(plain, Tensor) and (plain.dtype not in DTYPES or plain.dim() == 0):
         raise TypeError(
             f"{name} must be an MXTensor, or a bfloat16 or float16 tensor that stays as it is, got "
             f"{shown(plain)}; use te_mx.quantize, or convert it"
@@ -75,7 +84,10 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
     return Sides(b, a)
 
 
-def _side(tensor: Any, usage: str, name: str, layout: str) -> Operand | Tensor:
+def _side(tensor: Any, usage: str, name: str, layout: str) -> Side:
+    if not isinstance(tensor, Tensor) and tensor.tensor_scale is not None:
+        scaled = tensor._scaled_copy(usage)
+        return no_copy(tensor, usage, name, layout) if scaled is None else scaled
     if not isinstance(tensor, Tensor):
         operand = operand_of(tensor, usage, name, layout)
         check_untransformed(name, operand.spec)
@@ -90,16 +102,16 @@ def check_untransformed(name: str, spec: str) -> None:
     fmt = spec_of(spec).format
     if fmt.transform is not None:
         raise ValueError(
-            f"{name} is {fmt.name}, whose Hadamard transform the other side, which is not "
-            "quantized, does not have; quantize both with the same one"
+            f"{name} is {fmt.name}, whose Hadamard transform the other side does not have; "
+            "quantize both with the same one"
         )
 
 
-def _sizes(side: Operand | Tensor) -> tuple[int, int]:
+def _sizes(side: Side) -> tuple[int, int]:
     return (len(side), side.shape[1]) if isinstance(side, Tensor) else (side.rows, side.k)
 
 
-def _held(side: Operand | Tensor) -> Tensor:
+def _held(side: Side) -> Tensor:
     return side if isinstance(side, Tensor) else side.codes
 
 
@@ -110,27 +122,46 @@ def run(
 ) -> GemmParts:  # fmt: skip
     """out [n, m] = epilogue(B @ A^T), in place where there is an out, and aux and the bias gradient
     as far as they were asked for."""
-    plain = next(side for side in sides if isinstance(side, Tensor))
-    coded = next(side for side in sides if not isinstance(side, Tensor))
-    narrow = plain.dtype == coded.format.exact_dtype == _BF16
+    narrow = all(_exact_dtype(side) == _BF16 for side in sides)
     dtype = _BF16 if narrow else _F32
-    with torch.autocast(plain.device.type, enabled=False):
-        lhs, rhs = (
-            side.to(dtype) if isinstance(side, Tensor) else dequantize_2d(side, dtype)
-            for side in sides
-        )
-        if narrow and out is None and out_dtype == _BF16 and epilogue == Epilogue():
+    of_lhs, of_rhs = map(_tensor_scale, sides)
+    scaled = of_lhs is not None or of_rhs is not None
+    place = _held(sides.lhs)
+    with torch.autocast(place.device.type, enabled=False):
+        lhs, rhs = (_values(side, dtype) for side in sides)
+        usual = out is None and out_dtype == _BF16 and epilogue == Epilogue()
+        if narrow and usual and not scaled:
             return GemmParts(torch.mm(lhs, rhs.t()), None, None)
         bias_grad = lhs.to(_F32).sum(1) if epilogue.bias_grad == "operand" else None
-        if narrow and plain.is_cuda:
+        if bias_grad is not None and of_lhs is not None:
+            bias_grad *= of_lhs.flatten()
+        if narrow and place.is_cuda:
             value = torch.mm(lhs, rhs.t(), out_dtype=_F32)
         else:
             value = mm_without_tf32(lhs.to(_F32), rhs.to(_F32).t())
+        if scaled:  # the product of two scales is exact in fp64
+            of_rows: Any = 1.0 if of_lhs is None else of_lhs.double()
+            of_columns: Any = 1.0 if of_rhs is None else of_rhs.double().t()
+            value = (value.double() * (of_rows * of_columns)).to(_F32)
     out = value.new_empty(value.shape, dtype=out_dtype) if out is None else out
     aux = None
     if epilogue.gelu is not None and epilogue.gelu_in is None:
         aux = torch.empty_like(out, dtype=aux_dtype or out.dtype)
     return GemmParts(out, aux, finish(value, bias_grad, epilogue, out, aux))
+
+
+def _exact_dtype(side: Side) -> torch.dtype:
+    return side.dtype if isinstance(side, Tensor) else side.format.exact_dtype
+
+
+def _tensor_scale(side: Side) -> Tensor | None:
+    return side.tensor_scale if isinstance(side, TensorScaled) else None
+
+
+def _values(side: Side, dtype: torch.dtype) -> Tensor:
+    if isinstance(side, TensorScaled):
+        return side.unscaled(dtype)
+    return side.to(dtype) if isinstance(side, Tensor) else dequantize_2d(side, dtype)
 
 
 def check(inp: Tensor, weight: Stack, owner: str) -> Tensor:

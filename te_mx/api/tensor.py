@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from te_mx import _ops as ops
 from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES
 from te_mx.formats import Format
+from te_mx.formats.nvfp4 import TensorScaledFormat
+from te_mx.layouts.base import Layout
+from te_mx.layouts.plain import COLS, ROWS
 from te_mx.runtime import streams
 from te_mx.runtime.arguments import (
     check_address,
@@ -61,6 +64,40 @@ def check_copy(
     return codes, scales
 
 
+def check_tensor_scale(
+    scale: Any, fmt: Format, rows: int, columnwise: bool, device: torch.device
+) -> Tensor | None:
+    """The tensor scale of a format that has one, as it is kept; None for the others."""
+    if not isinstance(fmt, TensorScaledFormat):
+        if scale is not None:
+            raise ValueError(f"tensor_scale is for formats with one, got fmt={fmt.name!r}")
+        return None
+    if scale is None:
+        raise ValueError(
+            f"{fmt.name} needs tensor_scale, what codes times block scales are multiplied by; of "
+            "compressed-tensors' weight_global_scale that is the reciprocal"
+        )
+    check_by_rows(fmt, columnwise)
+    shape = fmt.tensor_scale_shape(rows)
+    count = math.prod(shape)
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != count:
+        numbers = "one number" if count == 1 else f"{count} numbers"
+        raise TypeError(f"tensor_scale must be a float32 tensor of {numbers}, got {shown(scale)}")
+    check_dense("tensor_scale", scale)
+    if scale.device != device:
+        raise ValueError(f"tensor_scale is on {scale.device} and codes on {device}; move one")
+    return scale.detach().resolve_neg().reshape(shape)
+
+
+def check_by_rows(fmt: TensorScaledFormat, columnwise: bool) -> None:
+    """Raise ValueError for a columnwise copy where every row has a scale."""
+    if fmt.by_rows and columnwise:
+        raise ValueError(
+            f"{fmt.name} has a scale a row, which blocks along the rows do not share: there is no "
+            "columnwise copy; leave it away, or use nvfp4"
+        )
+
+
 def check_codes(fmt: Format, codes: Tensor) -> None:
     """Raise ValueError where bytes of columnwise_data, one code each, are none of the format's."""
     count = 1 << fmt.element.bits
@@ -92,7 +129,7 @@ def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int
         if tensor.element_size() > 1:
             use = "te_mx.quantize"
             if "scale" in name and tensor.is_floating_point():
-                use = ".to(torch.float8_e8m0fnu)"
+                use = f".to({dtype})"
             elif "scale" in name:
                 use = (
                     ".to(torch.uint8) of integers with a byte each, or for four bytes in an int32, "
@@ -113,14 +150,30 @@ def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+class TensorScaled(NamedTuple):
+    """A copy in a format with a tensor scale, logical [rows, k]."""
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor
+    format: Format
+    layout: Layout
+    rows: int
+    k: int
+
+    def unscaled(self, dtype: torch.dtype) -> Tensor:
+        """code * block scale, exact in bf16 and wider: what the tensor scale multiplies."""
+        return self.layout.values(self.format, self.codes, self.scales, self.k, dtype)
+
+
 class MXTensor:
     """A tensor in a block-scaled format: codes of 8, 6 or 4 bits, and one scale for every block of
     elements: a power of two for 32 of them in MX formats, fp32 for 128 or 128 x 128 in blockwise
-    FP8.
+    FP8, E4M3 for 16 in NVFP4, with one fp32 scale for the whole tensor.
 
     ``value = code * 2^(scale byte - 127)`` in MX formats, where scale byte 255 makes the block NaN,
-    and ``code * scale`` in blockwise FP8. With [rows, cols]
-    for the shape whose leading dimensions are flattened into rows, in MXFP8:
+    ``code * scale`` in blockwise FP8 and ``code * scale * tensor_scale`` in NVFP4. With
+    [rows, cols] for the shape whose leading dimensions are flattened into rows, in MXFP8:
 
     ====================  =============  ==========================================================
     field                 dtype          shape
@@ -152,6 +205,8 @@ class MXTensor:
             the float8 dtype of fmt, scales as uint8 or float8_e8m0fnu, or as float32. They are used
             as they are if contiguous. Data come with their scales.
         columnwise_transposed: how the columnwise copy lies.
+        tensor_scale: of NVFP4 and of no other format, float32 with one element, or one for every
+            row in "nvfp4_rows".
 
     Raises:
         ValueError, TypeError: parts that do not fit the shape, the format or each other; bytes
@@ -162,13 +217,14 @@ class MXTensor:
 
     __slots__ = (
         "_col_transposed", "_fmt", "_held", "_looked", "_packs", "_shape", "_standing",
-        "_uncounted",
+        "_tensor_scale", "_uncounted",
     )  # fmt: skip
 
     _shape: torch.Size
     _fmt: str
     _held: Parts
     _col_transposed: bool
+    _tensor_scale: Tensor | None
     # Whether somebody else has tensors of inference_mode that share memory with the parts: torch
     # counts no writes to these, so nothing may be kept that was made of them.
     _uncounted: bool
@@ -189,6 +245,7 @@ class MXTensor:
         columnwise_data: Tensor | None = None,
         columnwise_scale: Tensor | None = None,
         columnwise_transposed: bool = False,
+        tensor_scale: Tensor | None = None,
     ) -> None:
         known = formats.get(fmt)
         check_flag("columnwise_transposed", columnwise_transposed)
@@ -208,7 +265,8 @@ class MXTensor:
             cols,
             columnwise_transposed,
         )
-        if row[0] is None and col[0] is None:
+        some = row[0] if row[0] is not None else col[0]
+        if some is None:
             raise ValueError("MXTensor needs a rowwise copy, a columnwise copy or both, got none")
         if row[0] is not None and col[0] is not None and row[0].device != col[0].device:
             raise ValueError(
@@ -218,17 +276,22 @@ class MXTensor:
         if col[0] is not None and not columnwise_transposed:
             check_codes(known, col[0])
         transposed = columnwise_transposed and col[0] is not None
-        self._fill(shape, name_of(known), (*row, *col), transposed)
+        whole = check_tensor_scale(tensor_scale, known, rows, col[0] is not None, some.device)
+        self._fill(shape, name_of(known), (*row, *col), transposed, whole)
         for part in self._held:
             if part is not None:
                 self._hand_out(part, part.dtype)  # the caller has them already
 
-    def _fill(self, shape: torch.Size, fmt: str, held: Parts, col_transposed: bool) -> None:
+    def _fill(
+        self, shape: torch.Size, fmt: str, held: Parts, col_transposed: bool,
+        tensor_scale: Tensor | None,
+    ) -> None:  # fmt: skip
         put = object.__setattr__
         put(self, "_shape", shape)
         put(self, "_fmt", fmt)
         put(self, "_held", held)
         put(self, "_col_transposed", col_transposed)
+        put(self, "_tensor_scale", tensor_scale)
         compiled = torch.compiler.is_compiling()
         put(self, "_looked", -1 if compiled or held[2] is None else _version(held[2]))
         put(self, "_packs", {})
@@ -306,9 +369,26 @@ class MXTensor:
         return self._col_transposed
 
     @property
+    def codes(self) -> Tensor | None:
+        """The bytes of rowwise_data, uint8, or None."""
+        return self._hand_out(self._held[0], torch.uint8)
+
+    @property
+    def scales(self) -> Tensor | None:
+        """The bytes of rowwise_scale, uint8, or the numbers where they are float32, or None."""
+        return self._hand_out(self._held[1], self.format.scaling.storage)
+
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """In NVFP4 what codes times scales are multiplied by, float32 [], or [rows, 1] in
+        "nvfp4_rows"; None elsewhere."""
+        return self._tensor_scale
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all codes and scales."""
-        return sum(part.nbytes for part in self._held if part is not None)
+        parts = *self._held, self._tensor_scale
+        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def _element(self) -> torch.dtype:
@@ -336,7 +416,8 @@ class MXTensor:
     # values
     def dequantize(self, dtype: torch.dtype = torch.float32, usage: str = "rowwise") -> Tensor:
         """The values of one copy in the logical shape: code * 2^(scale byte - 127), or
-        code * scale, rounded to dtype; transformed back where the format has a transform.
+        code * scale (NVFP4: times tensor_scale, in fp32), rounded to dtype; transformed back where
+        the format has a transform.
 
         Args:
             dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
@@ -352,13 +433,17 @@ class MXTensor:
             raise TypeError(
                 f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
             )
-        operand = self.operand(usage)
+        operand = self.operand(usage) if self._tensor_scale is None else self._scaled_copy(usage)
         if operand is None:
             other = "columnwise" if usage == "rowwise" else "rowwise"
             raise ValueError(
                 f"{self!r} has no {usage} copy; pass usage={other!r}, or quantize with {usage}=True"
             )
-        values = ops.restored_2d(operand, dtype)
+        if isinstance(operand, TensorScaled):
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            values = (operand.unscaled(wide) * operand.tensor_scale).to(dtype)
+        else:
+            values = ops.restored_2d(operand, dtype)
         if usage == "columnwise":
             values = values.t()
         return values.reshape(self._shape)
@@ -367,10 +452,13 @@ class MXTensor:
         """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
         exist.
 
-        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
+        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows]. Raises
+        NotImplementedError for a format with a tensor scale, which no operand has.
         """
         if not is_one_of(usage, ("rowwise", "columnwise")):
             raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
+        if self._tensor_scale is not None:
+            self.format.check_operand()
         (codes, scales), rows, k, layout = self._copy(usage), self.rows, self.cols, "rows"
         if usage == "columnwise":
             rows, k, layout = k, rows, "rows" if self._col_transposed else "cols"
@@ -382,6 +470,23 @@ class MXTensor:
                 check_codes(self.format, codes)
             object.__setattr__(self, "_looked", now)
         return ops.Operand(codes, scales, f"{self.format.name}@{layout}", rows, k)
+
+    def _scaled_copy(self, usage: str) -> TensorScaled | None:
+        """The copy where its format has a tensor scale; None elsewhere, or when it does not
+        exist."""
+        if self._tensor_scale is None:
+            return None
+        if not is_one_of(usage, ("rowwise", "columnwise")):
+            raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
+        (codes, scales), rows, k = self._copy(usage), self.rows, self.cols
+        layout: Layout = ROWS
+        if usage == "columnwise":
+            rows, k, layout = k, rows, ROWS if self._col_transposed else COLS
+        if codes is None or scales is None:
+            return None
+        if layout is COLS and not torch.compiler.is_compiling():
+            check_codes(self.format, codes)
+        return TensorScaled(codes, scales, self._tensor_scale, self.format, layout, rows, k)
 
     def _versions(self, usage: str) -> tuple[int, int]:
         """Counts of the writes to the codes and scales of a copy."""
@@ -437,6 +542,8 @@ class MXTensor:
 
     def _stand(self) -> None:
         """What te_mx.prepack does."""
+        if self._tensor_scale is not None:  # decoded in every call
+            return
         for usage in ("rowwise", "columnwise"):
             operand = self.operand(usage)
             form = None if operand is None else ops.standing_form(operand)
@@ -460,7 +567,9 @@ class MXTensor:
             None if part is None else part.to(device, non_blocking=non_blocking)
             for part in self._held
         )
-        return _make(self._shape, self._fmt, moved, self._col_transposed)
+        whole = self._tensor_scale
+        whole = None if whole is None else whole.to(device, non_blocking=non_blocking)
+        return _make(self._shape, self._fmt, moved, self._col_transposed, whole)
 
     def equal(self, other: MXTensor) -> bool:
         """Whether shape, format, forms and every byte are the same."""
@@ -474,12 +583,15 @@ class MXTensor:
         mine = (self._shape, self._fmt, self._col_transposed)
         if mine != (other._shape, other._fmt, other._col_transposed):
             return False
-        pairs = zip(self._held, other._held, strict=True)
+        held, theirs = (*self._held, self._tensor_scale), (*other._held, other._tensor_scale)
+        pairs = zip(held, theirs, strict=True)
         return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # plain tensors and types only: torch.load(weights_only=True) reads it.
-        return _rebuild_mxtensor, (list(self._shape), self._fmt, *self._held, self._col_transposed)
+        parts = (list(self._shape), self._fmt, *self._held, self._col_transposed)
+        whole = self._tensor_scale
+        return _rebuild_mxtensor, parts if whole is None else (*parts, whole)
 
     def __repr__(self) -> str:
         columns = "columnwise transposed" if self._col_transposed else "columnwise"
@@ -491,18 +603,22 @@ class MXTensor:
         )
 
 
-def _make(shape: torch.Size, fmt: str, held: Parts, col_transposed: bool) -> MXTensor:
+def _make(
+    shape: torch.Size, fmt: str, held: Parts, col_transposed: bool,
+    tensor_scale: Tensor | None = None,
+) -> MXTensor:  # fmt: skip
     """An MXTensor of parts that are known to fit."""
     made = MXTensor.__new__(MXTensor)
-    made._fill(shape, fmt, held, col_transposed)
+    made._fill(shape, fmt, held, col_transposed, tensor_scale)
     return made
 
 
 def _rebuild_mxtensor(shape: list[int], fmt: str, *parts: Any) -> MXTensor:
-    """What a pickle calls, with four parts and where the last two are transposed. It checks,
-    because a file may hold anything."""
+    """What a pickle calls, with four parts, where the last two are transposed, and a tensor scale
+    where there is one. It checks, because a file may hold anything."""
     names = "rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"
-    given = dict(zip((*names, "columnwise_transposed"), parts, strict=True))
+    more = ("tensor_scale",) * (len(parts) > 5)
+    given = dict(zip((*names, "columnwise_transposed", *more), parts, strict=True))
     return MXTensor(shape, fmt, **given)
 
 

@@ -160,6 +160,6 @@ class NVFP4BlockScaling:
 
     def __init__(self, *_args: Any, **_fields: Any) -> None:
         raise NotImplementedError(
-            "the recipe NVFP4BlockScaling is not supported: te_mx has no format with blocks of 16; "
+            "the recipe NVFP4BlockScaling is not supported: no layer of te_mx takes NVFP4 yet; "
             "te_mx.recipe.BlockScaling(x='mxfp4', w='mxfp4', g='mxfp8_e4m3') is the nearest"
         )

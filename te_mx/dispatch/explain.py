@@ -36,7 +36,7 @@ def explain_problem(
 ) -> Explanation:
     """The explanation of one problem, described as `text`."""
     chosen = choose(problem)[0]
-    others = [kernel for kernel in kernels(problem.op) if kernel.name not in _PLACEHOLDERS]
+    others = [kernel for kernel in kernels(problem.op) if kernel.name not in PLACEHOLDERS]
     if chosen.name == ZERO_SIZE:
         why = "there is nothing to multiply: the epilogue of zeros"
         return Explanation(text, chosen.name, tuple((other.name, why) for other in others))
@@ -55,7 +55,7 @@ def explain_problem(
     return Explanation(text, chosen.name, tuple(declined), note, parts, said.said)
 
 
-_PLACEHOLDERS = (REFERENCE, ZERO_SIZE)
+PLACEHOLDERS = (REFERENCE, ZERO_SIZE)
 
 
 def why_no_product(lhs: str, rhs: str) -> str | None:

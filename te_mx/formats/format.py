@@ -78,6 +78,11 @@ class Format:
         return torch.float32 if self.scaling.scale == "fp32" else torch.bfloat16
 
     @property
+    def tensor_scaled(self) -> bool:
+        """Whether codes times scales are multiplied by a third part, a scale of the tensor."""
+        return self.scaling.scale == "e4m3"
+
+    @property
     def untransformed(self) -> Format:
         """The format without a transform: what codes mean is the same."""
         return self if self.transform is None else get(self.name.partition("+")[0])
@@ -191,6 +196,15 @@ class Format:
             raise ValueError(
                 f"scale rule of {self.name} must be one of {self.scaling.shown_rules}, got "
                 f"{shown(rule)}"
+            )
+
+    def check_operand(self) -> None:
+        """Raise NotImplementedError for a format that no kernel, layout or module takes yet."""
+        if self.tensor_scaled:
+            raise NotImplementedError(
+                f"{self.name} has a tensor scale, which only te_mx.quantize, te_mx.gemm and "
+                "MXTensor.dequantize know: no kernel, layout or module takes it yet; use its "
+                f"values, or one of {', '.join(names())}"
             )
 
     def check_parts(self, codes: Any, scales: Any, k: Any, dtype: Any) -> int:
@@ -323,5 +337,6 @@ def _transformed(name: str) -> Format | None:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all registered formats, without the short ones."""
-    return tuple(_formats)
+    """Names of all registered formats, without the short ones, and without those with a tensor
+    scale (`nvfp4`), which te_mx.quantize makes, te_mx.gemm multiplies and nothing else takes."""
+    return tuple(name for name, fmt in _formats.items() if not fmt.tensor_scaled)

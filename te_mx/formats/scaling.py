@@ -12,6 +12,11 @@ from te_mx.formats.element import BIAS, IMPLICIT_BIT, INF, MANTISSA, MANTISSA_BI
 
 NAN_SCALE = 255  # the E8M0 byte of a block with a NaN or an Inf
 MX_RULES = ("rceil", "floor", "even")
+_SHOWN = {
+    "e8m0": torch.float8_e8m0fnu,
+    "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+}  # scales, and how users see them
 STOCHASTIC = "+sr"  # behind a rule: codes are rounded stochastically
 
 
@@ -22,7 +27,8 @@ class Scaling:
     Args:
         block: (rows, cols) of a block; MX formats have (1, 32), with the columns along the
             reduction dimension.
-        scale: "e8m0", a byte that stands for 2^(byte - 127), or "fp32".
+        scale: "e8m0", a byte that stands for 2^(byte - 127), "fp32", or "e4m3", which a scale of
+            the whole tensor multiplies.
         rules: the ways to choose a scale that `Format.quantize` knows. Where `epsilon` is set, a
             rule may carry the smallest amax behind a colon: "pow2:1e-12".
         epsilon: whether rules take one.
@@ -39,18 +45,18 @@ class Scaling:
     epsilon: bool = False
 
     def __post_init__(self) -> None:
-        if self.scale not in ("e8m0", "fp32"):
-            raise ValueError(f'scale must be "e8m0" or "fp32", got {self.scale!r}')
+        if self.scale not in _SHOWN:
+            raise ValueError(f'scale must be "e8m0", "fp32" or "e4m3", got {self.scale!r}')
 
     @property
     def storage(self) -> torch.dtype:
         """dtype of stored scales: uint8 or float32."""
-        return torch.uint8 if self.scale == "e8m0" else torch.float32
+        return torch.float32 if self.scale == "fp32" else torch.uint8
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """dtype that shows stored scales to users."""
-        return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
+        return _SHOWN[self.scale]
 
     def knows(self, rule: Any) -> bool:
         """Whether a word is one of the rules, with or without an epsilon."""

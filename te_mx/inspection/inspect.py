@@ -137,7 +137,7 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         except ValueError:
             wrong = ValueError if isinstance(name, str) else TypeError
             raise wrong(f"inspect: fmt must be among {known}, got {shown(name)}") from None
-        if fmt.transform is not None:
+        if fmt.transform is not None or fmt.tensor_scaled:
             raise ValueError(f"inspect: fmt must be among {known}, got {shown(name)}")
         has = fmt.scaling
         every = map(all_formats.get, all_formats.names())

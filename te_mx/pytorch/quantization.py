@@ -95,7 +95,7 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether NVFP4 can run here: always False, te_mx has no format with blocks of 16.
+    """Whether NVFP4 can run here: always False, no layer of te_mx takes it yet.
 
     Returns:
         False, or ``(False, reason)`` with ``return_reason=True``.
@@ -103,7 +103,7 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     Raises:
         TypeError: `return_reason` is no bool.
     """
-    reason = "te_mx has no format with blocks of 16 elements"
+    reason = "no layer of te_mx takes NVFP4 yet"
     return _answer("is_nvfp4_available", False, reason, return_reason)
 
 

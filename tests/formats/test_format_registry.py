@@ -74,8 +74,8 @@ def test_scale_dtypes():
     assert Scaling().torch_dtype == torch.float8_e8m0fnu
     blockwise = Scaling((128, 128), "fp32", ("fp32",))
     assert (blockwise.storage, blockwise.torch_dtype) == (torch.float32, torch.float32)
-    with pytest.raises(ValueError, match='scale must be "e8m0" or "fp32", got \'e4m3\''):
-        Scaling(scale="e4m3")
+    with pytest.raises(ValueError, match='scale must be "e8m0", "fp32" or "e4m3", got \'e5m2\''):
+        Scaling(scale="e5m2")
     # Shapes know blocks of rows already.
     fmt = Format("blockwise", formats.get("e4m3").element, blockwise)
     assert fmt.scales_shape(200, 300) == (2, 3) and fmt.codes_shape(200, 300) == (200, 300)

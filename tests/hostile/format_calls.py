@@ -136,6 +136,12 @@ def _parts(d: str) -> dict[str, Any]:
             "columnwise_transposed": q.columnwise_transposed}  # fmt: skip
 
 
+def _scaled_parts(d: str) -> dict[str, Any]:
+    q = quantized(d, "nvfp4", 33, K)
+    return {"shape": (33, K), "fmt": "nvfp4", "rowwise_data": q.rowwise_data,
+            "rowwise_scale": q.rowwise_scale, "tensor_scale": q.tensor_scale}  # fmt: skip
+
+
 IN_OTHER_FORMATS = (
     Call(
         "te_mx.quantize to mxfp4", lambda d: te_mx.quantize,
@@ -154,6 +160,23 @@ IN_OTHER_FORMATS = (
         covers="te_mx.MXTensor",
         says={"fmt": "fmt|rowwise_data", "rowwise_data": "rowwise_data|columnwise_data",
               "columnwise_data": "rowwise_data|columnwise_data"},
+    ),
+    Call(
+        "te_mx.MXTensor of nvfp4", lambda d: te_mx.MXTensor, _scaled_parts,
+        {"fmt": FORMAT | values(another="mxfp4", mxfp8="e4m3"),
+         "tensor_scale": NO_TENSOR | LAYOUTS | changed(
+             None, meta=lambda x: x.to("meta"), halves=lambda x: x.half(),
+             doubles=lambda x: x.double(), two=lambda x: x.expand(2),
+             nothing=lambda x: x.view(1)[:0])},
+        covers="te_mx.MXTensor",
+        says={"fmt": "fmt|rowwise_data|rowwise_scale"},
+    ),
+    Call(
+        "te_mx.gemm of nvfp4 and mxfp6", lambda d: te_mx.gemm,
+        lambda d: {"A": quantized(d, "nvfp4", M, K), "B": quantized(d, "mxfp6_e2m3", N, K),
+                   "bias": floats(d, M), "gelu": "tanh", "out": torch.ones(N, M, device=d)},
+        {"A": mx("row"), "B": mx("row"), "bias": VECTOR.but("None"), "out": output("A", "B")},
+        covers="te_mx.gemm",
     ),
     Call(
         "te_mx.gemm of mxfp4 and mxfp6", lambda d: te_mx.gemm,

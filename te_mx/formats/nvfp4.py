@@ -1,0 +1,201 @@
+"""NVFP4: 4-bit elements, one E4M3 scale for 16 of them, one fp32 scale for the whole tensor.
+
+Four libraries write four different streams of bytes for the same numbers. Each is a rule here, by
+the library's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from te_mx.formats.element import INF, MAGNITUDE, Element
+from te_mx.formats.format import READ, Format, check_matrix, get, in_blocks, register
+from te_mx.formats.mxfp4 import E2M1
+from te_mx.formats.mxfp8 import E4M3
+from te_mx.formats.scaling import Scaling
+
+_TOP = 448.0 * 6.0  # the largest magnitude of a code times a block scale
+_SIXTH = 0.16666667163372040  # fp32(1 / 6)
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, eq=False)
+class TensorScaledFormat(Format):
+    """Codes with two levels of scales, for a matrix [rows, k]: value = code * block scale * tensor
+    scale. Every code * block scale is exact in bf16.
+
+    ============  =======================  =====================================================
+    part          dtype                    shape
+    ============  =======================  =====================================================
+    codes         uint8, two a byte        [rows, ceil(k / 2)]
+    scales        uint8, bytes of E4M3     [ceil(rows / block[0]), ceil(k / block[1])]
+    tensor scale  float32                  [], or [rows, 1]: one a row, where `by_rows`
+    ============  =======================  =====================================================
+
+    With bamax the largest magnitude of a block, amax that of the tensor (or row), and every
+    operation in fp32, rounded to nearest, as written (e4m3: to nearest even, at most 448; quotients
+    at most the largest fp32 number):
+
+    ==================  =============================  ===============================  ============
+    rule                tensor scale t                 block scale s                    code of
+    ==================  =============================  ===============================  ============
+    te                  1 / e, e = 2688 / amax         e4m3(bamax * (e * fl(1/6)))      x*(1/(s*t))
+    torchao             amax / 2688                    e4m3((bamax/6) / t), >= 2^-6     x*((1/t)/s)
+    modelopt            amax / 2688                    e4m3(bamax / (6*t)), >= 2^-9,    x / (s*t)
+                                                       1 where the quotient is 0
+    compressed_tensors  1 / e, e = (1/amax) * 2688     e4m3(e * (bamax/6)),             x / (s/e)
+                        in the dtype of x              0.125 where it is 0; bamax/6
+                                                       in the dtype of x
+    ==================  =============================  ===============================  ============
+
+    Codes are rounded to nearest even, at most +-6. -0 keeps its sign, but is 0 under "modelopt" and
+    "compressed_tensors"; a negative number that rounds to 0 has code 8 under every rule. A tensor
+    of zeros has tensor scale 1 (the last three libraries divide 0 by 0 there). A NaN or an Inf
+    makes the scale of its block NaN (0x7F) and its codes 0, and does not count for amax.
+
+    Sources: Transformer Engine, common/cast/nvfp4/core_nvfp4.cuh; torchao, prototype/mx_formats/
+    nvfp4_tensor.py; ModelOpt, torch/quantization/qtensor/nvfp4_tensor.py; compressed-tensors,
+    quantization/utils/helpers.py, whose weight_global_scale is e.
+    """
+
+    by_rows: bool = False
+
+    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> NoReturn:
+        """Raises NotImplementedError: there are three parts; see `quantize_tensor`."""
+        raise NotImplementedError(
+            f"{self.name} has a tensor scale beside codes and scales; use quantize_tensor(x, rule)"
+        )
+
+    def quantize_tensor(self, x: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, block scales and tensor scale of x [rows, k], with any strides.
+
+        Raises:
+            TypeError: x is no tensor in fp32, bf16 or fp16; or fp16 under "compressed_tensors",
+                whose e overflows there.
+            ValueError: x is no matrix, or the format does not know the rule.
+        """
+        self.check_quantizable(x, rule)
+        rows, k = x.shape
+        blocks = in_blocks(x.detach().resolve_neg().float(), self.scaling.block)
+        bits = blocks.view(torch.int32) & MAGNITUDE
+        largest = bits.amax((1, 3))  # NaN and Inf come on top
+        finite = largest < INF
+        bamax = torch.where(finite, largest, 0).view(torch.float32)
+        # The same in both directions: of elements, not of blocks; and 0 of nothing.
+        usable = torch.nn.functional.pad(torch.where(bits < INF, bits, 0).flatten(1), (0, 1))
+        amax = usable.amax(1, keepdim=True)
+        if not self.by_rows:
+            amax = torch.nn.functional.pad(amax.flatten(), (0, 1)).amax()
+        amax = amax.view(torch.float32)
+        scales, tensor_scale, scaled = _WRITERS[rule](blocks, bamax, amax, x.dtype)
+        scaled = torch.where(blocks == 0, blocks, scaled)  # where 0 / 0 was computed
+        if rule in _UNSIGNED_ZERO:
+            scaled = torch.where(scaled == 0, 0.0, scaled)
+        codes = _encode(E2M1, scaled).masked_fill_(~finite[:, None, :, None], 0)
+        codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :k]
+        stored = _encode(E4M3, scales).masked_fill_(~finite, E4M3.nan_code or 0)
+        return self.pack(codes).contiguous(), stored, tensor_scale
+
+    def check_quantizable(self, x: Tensor, rule: str) -> None:
+        """Raise what `quantize_tensor` says it raises."""
+        check_matrix("x", x, *READ)
+        self.check_rule(rule)
+        if rule == "compressed_tensors" and x.dtype == torch.float16:
+            raise TypeError(
+                f"{self.name}: the rule {rule!r} computes in the dtype of x, and 2688 / amax "
+                "overflows in float16; use x.float() or x.bfloat16()"
+            )
+
+    def tensor_scale_shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of the tensor scale of [rows, k]."""
+        return (rows, 1) if self.by_rows else ()
+
+    def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+        """code * block scale, [rows, k], which every dtype holds but fp16 below 2^-10: what the
+        tensor scale multiplies. Raises as `Format.dequantize`."""
+        k = self.check_parts(codes, scales, k, dtype)
+        of_rows = E4M3.decode(scales).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]
+        return self.decode(codes, k, of_rows).to(dtype)
+
+
+def tensor_scaled(name: str) -> TensorScaledFormat:
+    """The format of a name, which has a tensor scale. Raises ValueError for others."""
+    found = get(name)
+    if not isinstance(found, TensorScaledFormat):
+        raise ValueError(f"fmt must be a format with a tensor scale, got {name!r}")
+    return found
+
+
+# ------------------------------------------------------------------------------------- the writers
+# Of blocks [down, height, across, width], their largest magnitudes [down, across] and that of the
+# tensor: block scales as fp32, the tensor scale, and blocks as they are rounded to codes. A number
+# divided by a tensor, or a tensor by a number, would be a product with a reciprocal on some device.
+_Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def _te(x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dtype) -> _Parts:
+    encode = _usable(amax, torch.full_like(amax, _TOP) / amax)
+    scales = _e4m3(bamax * (encode * _SIXTH))
+    scale = encode.reciprocal()
+    return scales, scale, x * _over((scales * scale).reciprocal().clamp(max=_LARGEST))
+
+
+def _torchao(x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dtype) -> _Parts:
+    scale = _usable(amax, amax / torch.full_like(amax, _TOP))
+    scales = _e4m3((bamax / torch.full_like(bamax, 6.0) / scale).clamp(2.0**-6, 448.0))
+    return scales, scale, x * _over(scale.reciprocal() / scales)
+
+
+def _modelopt(x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dtype) -> _Parts:
+    scale = _usable(amax, amax / torch.full_like(amax, _TOP))
+    wanted = bamax / (scale * 6.0)
+    scales = _e4m3(torch.where(wanted == 0, 1.0, wanted).clamp(min=2.0**-9))
+    return scales, scale, x / _over(scales * scale)
+
+
+def _compressed_tensors(x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dtype) -> _Parts:
+    encode = _usable(amax, (amax.to(dtype).reciprocal() * _TOP).float())
+    bamax = bamax.to(dtype)
+    scales = _e4m3(encode * (bamax / torch.full_like(bamax, 6.0)).float())
+    scales = torch.where(scales == 0, 0.125, scales)
+    return scales, encode.reciprocal(), x / _over(scales / encode)
+
+
+_WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.dtype], _Parts]] = {
+    "te": _te,
+    "torchao": _torchao,
+    "modelopt": _modelopt,
+    "compressed_tensors": _compressed_tensors,
+}
+_UNSIGNED_ZERO = ("modelopt", "compressed_tensors")
+
+
+def _usable(amax: Tensor, scale: Tensor) -> Tensor:
+    """A scale of the tensor, finite, and 1 where all is zero."""
+    return torch.where(amax == 0, 1.0, scale.clamp(max=_LARGEST))
+
+
+def _over(of_blocks: Tensor) -> Tensor:
+    return of_blocks[:, None, :, None]
+
+
+def _encode(element: Element, x: Tensor) -> Tensor:
+    return element.encode(x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32))
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return E4M3.decode(_encode(E4M3, x))
+
+
+nvfp4 = register(TensorScaledFormat("nvfp4", E2M1, Scaling((1, 16), "e4m3", tuple(_WRITERS))))
+# Transformer Engine's weights. It stores the scale of a tile once for each of its 16 rows.
+nvfp4_16x16 = register(TensorScaledFormat("nvfp4_16x16", E2M1, Scaling((16, 16), "e4m3", ("te",))))
+# Transformer Engine's row-scaled activations: a row does not depend on its neighbours.
+nvfp4_rows = register(
+    TensorScaledFormat("nvfp4_rows", E2M1, Scaling((1, 16), "e4m3", ("te",)), by_rows=True)
+)
