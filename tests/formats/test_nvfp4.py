@@ -310,7 +310,7 @@ def test_nothing_else_takes_it():
     for call in (
         lambda: te_mx.recipe.BlockScaling(x="nvfp4", w="mxfp4", g="mxfp8_e4m3"),
         lambda: te_mx.freeze_weights(layer, drop_master=True, fmt="nvfp4"),
-        lambda: te_mx.inspect(layer, torch.randn(2, 64), formats=["nvfp4"]),
+        lambda: te_mx.inspect(layer, torch.randn(2, 64), fmt=["nvfp4"]),
     ):
         with pytest.raises(ValueError, match=r"one of|among"):
             call()
