@@ -22,6 +22,7 @@ from te_mx.runtime.cpu_memory import CPU
 # Beyond, decoding once for all rows and torch's product are faster.
 MOST_ROWS = {f"{level}_stream": STREAM_ROWS for level in PANELS}
 MOST_ROWS |= {"avx512_bf16_stream": FROZEN_ROWS, "amx_stream": 2 * STREAM_ROWS}
+MOST_ROWS["portable_stream"] = 4
 
 
 def stream_for(dtype: torch.dtype) -> str:

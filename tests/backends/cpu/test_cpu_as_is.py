@@ -13,6 +13,7 @@ from te_mx.backends.cpu.frozen_as_is import MOST_ROWS, stream_for
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDED = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24}  # half an ulp
+ROWS = (1, 2, 3, 4, 5, 9, 15, 16, 17, 20, 31, 32, 33, 37, 48, 63, 64, 65)
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp8_e4m3_128x128", "fp8_e4m3_1x128")
 
 
@@ -47,7 +48,7 @@ def test_every_number_of_rows(isa, fmt, dtype):
     stream = stream_for(dtype)
     for k, n in ((130, 21), (1, 1), (33, 16), (2100, 5)):
         made = layer(fmt, dtype, k, n)
-        for m in range(1, 68) if k == 130 else (1, 5, 16):
+        for m in ROWS if k == 130 else (1, 5, 16):
             x = torch.randn(m, k).to(dtype)
             y, ran = run(made, x)
             assert ran == (stream if m <= MOST_ROWS[stream] else "weight only")
@@ -64,7 +65,7 @@ def test_inputs_of_every_size(isa, dtype):
     made, stream = layer("mxfp8_e4m3", dtype), stream_for(dtype)
     least, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     small = least * torch.finfo(dtype).eps
-    x = torch.randn(5, 130).to(dtype)
+    x = torch.randn(4, 130).to(dtype)
     x[0] = 0
     x[1] = (torch.arange(130) - 60) * small
     x[2], x[3, ::2] = most / 512, 0
@@ -72,7 +73,7 @@ def test_inputs_of_every_size(isa, dtype):
         y, ran = run(made, rows)
         assert ran == stream
         assert_inside(made, rows, y)
-    x[4, 0], x[4, 1] = most, small
+    x[3, 0], x[3, 1] = most, small
     ran = run(made, x)[1]
     assert ran == (stream if dtype == F16 else "weight only")
 
@@ -90,8 +91,8 @@ def test_no_number(isa):
         codes[2, 5], scales[4, 1] = 0x7F, 255
 
     for dtype in ROUNDED:
-        made, x = layer("mxfp8_e4m3", dtype, spoil=nan), torch.randn(6, 130).to(dtype)
-        x[0, 3], x[1, 129], x[5, 64] = torch.inf, torch.nan, -torch.inf
+        made, x = layer("mxfp8_e4m3", dtype, spoil=nan), torch.randn(4, 130).to(dtype)
+        x[0, 3], x[1, 129], x[3, 64] = torch.inf, torch.nan, -torch.inf
         y, ran = run(made, x)
         assert ran == stream_for(dtype)
         plain = copy.deepcopy(made)
