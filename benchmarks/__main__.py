@@ -53,6 +53,7 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "layernorm_mlp": bench_layernorm.layernorm_mlp,
     "fused_steps": bench_layernorm.fused_steps,
     "decode": bench_linear.decode,
+    "weights_only": bench_linear.weights_only,
     "grouped": bench_grouped.grouped,
     "moe_decode": bench_moe.decode,
     "quantize": bench_quantize.quantize,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ TRAINING = [(2048, 2048, 2048), (4096, 4096, 1024)]  # tokens, out features, in 
 THIN = [(8, 10, 28800), (8, 10, 4096), (8, 28800, 10)]  # classifier heads, LoRA
 DECODE = [(4096, 4096), (14336, 4096)]  # out features, in features
 DECODE_ROWS = [1, 2, 4, 8, 16]
+AS_IS = {1: Target(2.2, 3.0), 4: Target(1.8, 3.0), 16: Target(1.1, 3.0), 64: Target(0.9, 1.5)}
 
 
 def _pair(n: int, k: int, seed: int) -> tuple[nn.Linear, te_mx.Linear]:
@@ -74,14 +76,28 @@ def training(
 
 def decode(context: Context) -> Iterator[Row]:
     """Forward of few tokens with te_mx.freeze_weights: reading the weight is what costs."""
-    for n, k in context.pick(DECODE, [(96, 64)]):
+    yield from _decode(context, "decode", DECODE, DECODE_ROWS)
+
+
+def weights_only(context: Context) -> Iterator[Row]:
+    """The same of inputs as they are on codes in MXFP4, up to 64 rows."""
+    how = {"drop_master": True, "fmt": "mxfp4", "activations": "bf16"}
+    for row in _decode(context, "weights only", DECODE[:1], list(AS_IS), **how):
+        target = AS_IS.get(int(row.shape.split()[0]))
+        yield row if target is None or "bf16" not in row.peer else replace(row, target=target)
+
+
+def _decode(context: Context, name: str, shapes: list, rows: list, **how: Any) -> Iterator[Row]:
+    for n, k in context.pick(shapes, [(96, 64)]):
         sets = context.sets(2 * n * k)
         pairs = [_pair(n, k, i) for i in range(sets)]
         for _, ours in pairs:
-            te_mx.freeze_weights(ours)
-        codes = [te_mx.quantize(plain.weight.detach()) for plain, _ in pairs]
-        for m in context.pick(DECODE_ROWS, [1, 3]):
-            yield from _decode_rows(context, pairs, codes, m)
+            te_mx.freeze_weights(ours, **how)
+        fmt = how.get("fmt", "mxfp8")
+        codes = [te_mx.quantize(plain.weight.detach(), fmt=fmt) for plain, _ in pairs]
+        for m in context.pick(rows, [1, 3]):
+            for row in _decode_rows(context, pairs, codes, m):
+                yield replace(row, benchmark=name)
 
 
 @torch.inference_mode()

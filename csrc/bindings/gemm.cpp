@@ -21,6 +21,7 @@ void bind_gemm_records(py::module_& m) {
   Record<GemmArgs>()
       .part("lhs", &GemmArgs::lhs, "lhs_")
       .part("rhs", &GemmArgs::rhs, "rhs_")
+      .part("values", &GemmArgs::values, "values_")
       .part("epilogue", &GemmArgs::epilogue, "")
       .part("execution", &GemmArgs::execution, "")
       .add_to(m, "GemmArgs");

@@ -84,8 +84,8 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
     """Say for every linear layer of `model` on which kernel its GEMMs ran last.
 
     ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
-    outside autocast (and for every layer that is no te_mx.Linear), "weight only" where inputs are
-    not quantized, or "never ran". ``weight`` says whether the layer is frozen, and the format where
+    outside autocast (and for every layer that is no te_mx.Linear), "weight only" where codes
+    are decoded, or "never ran". ``weight`` says whether the layer is frozen, and the format where
     that is not mxfp8_e4m3; ``lies`` the formats and layouts in which codes of a frozen weight lie
     now ("mxfp8_e4m3@sm90:8 + mxfp8_e4m3@cols"), and how many bytes a parameter all of them take.
     The table has both in one column. A gradient that nobody needs is "not needed": that of a weight

@@ -36,6 +36,7 @@ PEERS = {
     "layernorm_mlp": {"LayerNorm + nn.Linear bf16", "LayerNorm + te_mx.Linear"},
     "fused_steps": {"one after the other"},
     "decode": {"nn.Linear bf16", "dequantize + F.linear"},
+    "weights_only": {"nn.Linear bf16", "dequantize + F.linear"},
     "quantize": {"memcpy of as many bytes", "torchao eager to_mx"},
     "overhead": {"added to nn.Linear bf16"},
     "import": {"after import torch"},

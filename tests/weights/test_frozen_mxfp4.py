@@ -93,7 +93,8 @@ def test_weight_only(kind, dtype):
     for region in (te_mx.get_default_recipe(), DEEPSEEK):
         assert torch.equal(run(layer, x, region), y)
     steps = te_mx.audit(layer)
-    assert {row.fprop for row in steps} == {"weight only"}
+    if dtype != BF16:  # of which kernels take as many rows
+        assert {row.fprop for row in steps} == {"weight only"}
     assert {row.weight for row in steps} == {"frozen, no master, mxfp4"}
     assert "frozen, no master, mxfp4" in repr(layer)
     for activations, said in (("bf16", "inputs as they are"), ("mxfp4", "inputs mxfp4")):
@@ -103,8 +104,9 @@ def test_weight_only(kind, dtype):
 
 
 def test_weight_only_is_exact_beside_bf16():
-    """One rounding: the product of an nn.Linear with these values, also under torch.autocast."""
-    layer, x = frozen("Linear", BF16, activations="bf16"), torch.randn(40, 64, dtype=BF16)
+    """One rounding: the product of an nn.Linear with these values, also under torch.autocast, of
+    more rows than kernels take."""
+    layer, x = frozen("Linear", BF16, activations="bf16"), torch.randn(65, 64, dtype=BF16)
     plain = plain_of("Linear", layer)
     assert torch.equal(run(layer, x), run(plain, x))
     with torch.autocast("cpu", BF16):
@@ -182,7 +184,7 @@ def model():
 
 
 def test_layers_by_a_filter():
-    made, x = model(), torch.randn(5, 64)
+    made, x = model(), torch.randn(4, 64)
     count = te_mx.freeze_weights(
         made, drop_master=True, fmt="mxfp4", filter_fn=lambda m, name: name in ("0", "2")
     )
@@ -198,7 +200,7 @@ def test_layers_by_a_filter():
     # Inputs can be told anew, codes cannot.
     assert te_mx.freeze_weights(made, activations="bf16") == 3
     assert run(made, x).isfinite().all()
-    assert {row.fprop for row in te_mx.audit(made)} == {"weight only"}
+    assert all(row.fprop.endswith("_stream") for row in te_mx.audit(made))
     te_mx.freeze_weights(made, activations="mxfp8")
     assert torch.equal(run(made, x), y)
     with pytest.raises(ValueError, match=r"0: it is frozen to mxfp4 already; call te_mx\.unf"):

@@ -32,7 +32,16 @@ class AmxStream {
   static Status pack(Role, const StridedOperand& x, const float* exponents, void* panels,
                      int threads) {
     uint16_t* words = static_cast<uint16_t*>(panels);
-    Packer<Decoder>(x, exponents, TileOrder::compact, words, x.rows).template run<true>(threads);
+    if (x.as_values()) {
+      const auto put = [&](int64_t r, int64_t b, const uint16_t* from) {
+        uint16_t* to = words + b * kBlock * x.rows + 2 * r;
+        for (int64_t p = 0; p < kRows; ++p) std::memcpy(to + 2 * p * x.rows, from + 2 * p, 4);
+      };
+      const Status status = put_values(x, exponents, threads, put);
+      if (status != Status::ok) return status;
+    } else {
+      Packer<Decoder>(x, exponents, TileOrder::compact, words, x.rows).template run<true>(threads);
+    }
     const int64_t blocks = ceil_div(x.k, kBlock), lines = ceil_div(x.k, kLine);
     if (blocks % 2 == 1) {
       std::memset(words + blocks * kBlock * x.rows, 0, static_cast<size_t>(kBlock * x.rows) * 2);

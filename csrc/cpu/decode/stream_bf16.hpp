@@ -6,6 +6,7 @@
 #include "common/parallel.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/pack_bf16.hpp"
+#include "gemm/values.hpp"
 
 namespace te_mx::cpu {
 
@@ -23,6 +24,26 @@ static inline void copy_last_line(const StridedOperand& o, int64_t row, int64_t 
   const int64_t left = o.k - k;
   std::memcpy(padded, o.at(row, k), static_cast<size_t>(o.nibbles ? left / 2 : left));
   if (o.nibbles && left % 2 == 1) padded[left / 2] = o.code(row, o.k - 1);
+}
+
+// Calls put(row, block, words of its 32 k) for every block of rows of lhs that is given as bf16, up
+// to a whole line.
+template <class Put>
+Status put_values(const StridedOperand& x, const float* exponents, int threads, const Put& put) {
+  if (x.values.dtype != DType::bf16) return Status::unsupported;
+  constexpr int64_t kBlocks = 32, kInline = 1600;  // of an item; not worth waking a team
+  const int64_t blocks = round_up(ceil_div(x.k, kBlock), 2);
+  parallel_for(x.rows * blocks < kInline ? 1 : threads, ceil_div(blocks, kBlocks),
+               [&](int64_t item) {
+                 alignas(64) uint16_t words[kBlocks * kBlock];
+                 const int64_t begin = item * kBlocks, left = blocks - begin;
+                 const int64_t count = left < kBlocks ? left : kBlocks;
+                 for (int64_t r = 0; r < x.rows; ++r) {
+                   relative_words(x, r, begin * kBlock, count * kBlock, exponents[r], words);
+                   for (int64_t b = 0; b < count; ++b) put(r, begin + b, words + b * kBlock);
+                 }
+               });
+  return Status::ok;
 }
 
 }  // namespace te_mx::cpu

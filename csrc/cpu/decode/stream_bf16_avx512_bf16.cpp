@@ -157,15 +157,17 @@ class Stream {
 
   // D[:, n0 .. end - 1], sixteen columns at most
   void run_group(const bf16::Avx512Decoder& decoder, int64_t n0, int64_t end) const {
-    alignas(64) float turned[kStreamMaxRows * Tuning::kGroup];
+    alignas(64) float turned[kValuesMaxRows * Tuning::kGroup];
     const int64_t cols = least(end - n0, Tuning::kGroup);
     if (kept_ <= 4) {
       sum_group(decoder, n0, cols, turned);
     } else {
       for (int64_t q = 0; q < cols; q += Tuning::kQuad) sum_quad(decoder, n0 + q, turned + q);
     }
-    epilogue_(context_, turned, Tuning::kGroup, 0, n0, static_cast<int>(m_),
-              static_cast<int>(cols));
+    for (int64_t m = 0; m < m_; m += kRowBlock) {
+      epilogue_(context_, turned + m * Tuning::kGroup, Tuning::kGroup, m, n0,
+                static_cast<int>(least(m_ - m, kRowBlock)), static_cast<int>(cols));
+    }
   }
 
  private:
@@ -199,7 +201,7 @@ class Stream {
   // turned[m][4 of 16] of a quad, for more rows of x: its lines are decoded to L1, and four rows of
   // x at a time keep their sums in registers. Only a k of several chunks has sums in memory.
   void sum_quad(const bf16::Avx512Decoder& decoder, int64_t row, float* turned) const {
-    alignas(64) float sums[Tuning::kQuad * kStreamMaxRows * 16];
+    alignas(64) float sums[Tuning::kQuad * kValuesMaxRows * 16];
     alignas(64) uint16_t decoded[Tuning::kShortChunk / 2 * kLineWords];
     alignas(64) float lanes[16];
     for (int64_t b = 0; b < blocks_; b += Tuning::kShortChunk) {
@@ -377,6 +379,19 @@ void pack_lines(const bf16::Avx512Decoder& decoder, const StridedOperand& x, int
 Status pack(Role, const StridedOperand& x, const float* exponents, void* panels, int threads) {
   const int64_t blocks = ceil_div(x.k, kBlock), rows = panel_rows(x.rows);
   uint16_t* words = static_cast<uint16_t*>(panels);
+  if (x.as_values()) {
+    const int64_t panel = panel_words(x.k, x.rows);
+    for (int64_t r = x.rows; r < round_up(x.rows, rows); ++r) {
+      uint16_t* to = words + r / rows * panel + r % rows * kBlock;
+      for (int64_t b = 0; b < round_up(blocks, 2); ++b) {
+        bf16::store_words(to + b * rows * kBlock, bf16::broadcast_word(0));
+      }
+    }
+    return put_values(x, exponents, threads, [&](int64_t r, int64_t b, const uint16_t* from) {
+      uint16_t* to = words + r / rows * panel + (b * rows + r % rows) * kBlock;
+      bf16::store_words(to, bf16::load_words(from));
+    });
+  }
   if (x.code_k_stride == 1) {
     const bool small = x.rows * blocks < Tuning::kInlineBlocks;
     parallel_for(small ? 1 : threads, ceil_div(blocks, Tuning::kPackBlocks), [&](int64_t item) {

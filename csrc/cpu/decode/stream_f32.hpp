@@ -11,6 +11,7 @@
 #include "common/parallel.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/pack_f32.hpp"
+#include "gemm/values.hpp"
 #include "mxtile/simd/transpose.hpp"
 
 namespace te_mx::cpu::f32 {
@@ -71,10 +72,34 @@ struct StreamGemm {
     });
   }
 
+  // In the order of decoded blocks, which is that of every element.
+  static void pack_values(const StridedOperand& o, const float* exponents, float* panel,
+                          int threads) {
+    constexpr int64_t kPart = 1024;
+    const int64_t K = round_up(o.k, kBlock);
+    parallel_for(o.rows * K < kPart * 32 ? 1 : threads, o.rows, [&](int64_t row) {
+      float part[kPart];
+      for (int64_t k = 0; k < K; k += kPart) {
+        const int64_t count = K - k < kPart ? K - k : kPart;
+        relative_floats(o, row, k, count, exponents[row], part);
+        float* out = panel + row * K + k;
+        for (int64_t b = 0; b < count; b += kBlock) {
+          for (int i = 0; i < kBlock; ++i) {
+            out[b + i] = part[b + mxtile::simd::BlockDecoder<S, mxtile::mx::E4M3>::element(i)];
+          }
+        }
+      }
+    });
+  }
+
   static Status pack(Role role, const StridedOperand& operand, const float* exponents, void* panels,
                      int threads) {
     if (role != Role::lhs) return Status::ok;
     float* panel = static_cast<float*>(panels);
+    if (operand.as_values()) {
+      pack_values(operand, exponents, panel, threads);
+      return Status::ok;
+    }
     with_element(operand.element, [&](auto element) {
       pack_rows<decltype(element)>(operand, exponents, panel, threads);
     });

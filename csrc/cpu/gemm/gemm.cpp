@@ -62,6 +62,7 @@ const KernelImpl* usable_impl(Kernel kernel) {
 bool operand_ok(const StridedOperand& o) {
   if (o.rows < 0 || o.k < 0) return false;
   if (o.rows == 0 || o.k == 0) return true;
+  if (o.as_values()) return o.values.col_stride == 1 && o.packed == nullptr;
   if (o.codes == nullptr || (o.scales == nullptr && o.stored == nullptr)) return false;
   return o.code_row_stride == 1 || o.code_k_stride == 1;
 }
@@ -250,6 +251,10 @@ void reduce_partials(const float* partials, int64_t blocks, int64_t n, float* ou
 
 Status check(const GemmTask& a) {
   if (!operand_ok(a.lhs) || !operand_ok(a.rhs) || a.lhs.k != a.rhs.k) return Status::bad_argument;
+  if (a.lhs.as_values()) {
+    const bool plain = a.gelu == Gelu::none && a.aux == nullptr && a.gelu_in == nullptr;
+    if (!plain || a.bias_grad_kind != BiasGrad::none) return Status::bad_argument;
+  }
   if (!packed_ok(a.lhs, a.kernel, Role::lhs) || !packed_ok(a.rhs, a.kernel, Role::rhs)) {
     return Status::bad_argument;
   }
@@ -260,7 +265,8 @@ Status check(const GemmTask& a) {
                                                                : a.rhs.rows;
   if (sums > 0 && a.bias_grad == nullptr) return Status::bad_argument;
   if (a.gelu_in != nullptr && a.gelu == Gelu::none) return Status::bad_argument;
-  if (is_stream(a.kernel) && a.lhs.rows > kStreamMaxRows) return Status::unsupported;
+  const int64_t most = a.lhs.as_values() ? kValuesMaxRows : kStreamMaxRows;
+  if (is_stream(a.kernel) && a.lhs.rows > most) return Status::unsupported;
   return Status::ok;
 }
 
@@ -373,14 +379,14 @@ bool cuts_at_blocks(const KernelImpl& impl, Role role, int64_t k) {
   return impl.panel_bytes(role, 3 * kRowBlock, k) == 3 * impl.panel_bytes(role, kRowBlock, k);
 }
 
-bool reaches_overflow(Element element) {
-  return element == Element::e5m2 || element == Element::e5m2fnuz;
+bool reaches_overflow(const StridedOperand& o) {
+  return o.as_values() || o.element == Element::e5m2 || o.element == Element::e5m2fnuz;
 }
 
 // Whether nothing is left for a fast kernel. Stream kernels do not cut their problem.
 bool all_wide(const GemmTask& args, const KernelImpl& impl, const Side& lhs, const Side& rhs) {
   if (args.kernel == Kernel::wide_f64) return true;
-  const bool e5m2 = reaches_overflow(args.lhs.element) && reaches_overflow(args.rhs.element);
+  const bool e5m2 = reaches_overflow(args.lhs) && reaches_overflow(args.rhs);
   const bool factors = args.lhs.factors != nullptr || args.rhs.factors != nullptr;
   if (e5m2 && args.lhs.k >= (factors ? kOverflowK / 4 : kOverflowK)) return true;
   if (is_stream(args.kernel)) return lhs.wide || rhs.wide;
@@ -493,8 +499,30 @@ Status run_task(GemmTask& given) {
 
 namespace {
 
+// Sixteen rows of values at a time.
+Status run_rows(GemmTask& args) {
+  Status status = Status::ok;
+  const Matrix& x = args.lhs.values;
+  const int64_t x_bytes = x.row_stride * (x.dtype == DType::f32 ? 4 : 2);
+  const int64_t out_bytes = args.ldo * (args.out_dtype == DType::f32 ? 4 : 2);
+  for (int64_t row = 0; row < args.lhs.rows && status == Status::ok; row += kStreamMaxRows) {
+    GemmTask part = args;
+    part.lhs.rows = least(args.lhs.rows - row, kStreamMaxRows);
+    part.lhs.values.data = at(x.data, row * x_bytes);
+    part.out = at(args.out, row * out_bytes);
+    status = run_split(part);
+  }
+  return status;
+}
+
 // A task whose scales are bytes and factors.
 Status run_split(GemmTask& args) {
+  if (args.lhs.as_values()) {
+    if (!is_stream(args.kernel)) return Status::unsupported;
+    if (args.lhs.rows > kStreamMaxRows && args.kernel != Kernel::avx512_bf16_stream) {
+      return args.kernel == Kernel::amx_stream ? run_rows(args) : Status::unsupported;
+    }
+  }
   const KernelImpl* impl = usable_impl(args.kernel);
   const GemmPlan plan = plan_gemm(args, *impl);
   Status status = Status::ok;

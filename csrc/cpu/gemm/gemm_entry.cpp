@@ -10,6 +10,7 @@ GemmTask task_of(const GemmArgs& args) {
   task.kernel = static_cast<Kernel>(args.execution.kernel);
   task.lhs = strided(args.lhs);
   task.rhs = strided(args.rhs);
+  task.lhs.values = args.values;
   task.workspace = args.execution.workspace;
   task.workspace_bytes = args.execution.workspace_bytes;
   task.threads = args.execution.threads;
@@ -28,7 +29,7 @@ int64_t workspace_bytes(const GemmArgs& args) { return workspace_bytes(task_of(a
 Status gemm(const GemmArgs& args, Kernel& ran) {
   GemmTask task = task_of(args);
   ran = task.kernel;
-  Status status = check_factor(args.lhs);
+  Status status = args.values.data != nullptr ? Status::ok : check_factor(args.lhs);
   if (status == Status::ok) status = check_factor(args.rhs);
   if (status != Status::ok) return status;
   status = run_task(task);

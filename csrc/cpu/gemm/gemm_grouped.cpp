@@ -116,7 +116,7 @@ Schedule schedule(const GroupedTask& task) {
 }
 
 Status check(const GroupedGemmArgs& args) {
-  const auto& [lhs, rhs, e, execution] = args.gemm;
+  const auto& [lhs, rhs, values, e, execution] = args.gemm;
   Status status = check_factor(lhs);
   if (status == Status::ok) status = check_factor(rhs);
   if (status != Status::ok) return status;
@@ -126,7 +126,7 @@ Status check(const GroupedGemmArgs& args) {
   const bool packs_k = is_fp4(lhs.element) && lhs.layout == Layout::k_last;
   if (args.along_k && (packs_k || (is_fp4(rhs.element) && rhs.layout == Layout::k_last)))
     return Status::unsupported;
-  if (e.gelu != Gelu::none || e.aux != nullptr || e.gelu_in != nullptr ||
+  if (values.data != nullptr || e.gelu != Gelu::none || e.aux != nullptr || e.gelu_in != nullptr ||
       e.bias_grad_kind != BiasGrad::none || args.first_rows != nullptr) {
     return Status::unsupported;
   }

@@ -43,6 +43,9 @@ struct StridedOperand {
   const float* factors = nullptr;
   int64_t factor_stride = 0;
 
+  Matrix values = {};  // of lhs without codes (values.hpp)
+
+  bool as_values() const { return values.data != nullptr; }
   bool blockwise() const { return stored != nullptr; }
   int64_t block_k() const { return blockwise() ? kWideBlock : kBlock; }
   int64_t code_bytes() const { return nibbles ? rows * code_row_stride : rows * k; }  // of all

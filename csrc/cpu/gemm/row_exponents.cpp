@@ -6,6 +6,7 @@
 #include "common/parallel.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/row_exponents.hpp"
+#include "gemm/values.hpp"
 
 namespace te_mx::cpu {
 namespace {
@@ -112,6 +113,7 @@ bool scan_rows(const StridedOperand& o, int64_t row, int64_t rows, float* expone
 bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads) {
   for (int64_t r = operand.rows; r < round_up(operand.rows, kRowBlock); ++r) exponents[r] = 0.0f;
+  if (operand.as_values()) return scan_values(operand, exponents, wide_blocks);
   const int64_t bytes = operand.rows * ceil_div(operand.k, kBlock);
   // Every item writes its own flag's worth of truth: any of them may set it, none clears it.
   int32_t wide = 0;

@@ -39,6 +39,7 @@ enum class Kernel : int32_t {
 
 inline constexpr int64_t kPastCaches = 8 << 20;  // bytes of a result that no cache would keep
 inline constexpr int64_t kStreamMaxRows = 16;    // stream kernels take M up to this
+inline constexpr int64_t kValuesMaxRows = 64;    // of GemmArgs::values
 inline constexpr int kWideSpread = 83;  // exponents a row may span before wide_f64 takes over
 inline constexpr int64_t kColSumRows =
     256;  // of one partial sum: col_sum_ws, NormGradArgs::partial

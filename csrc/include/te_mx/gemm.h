@@ -25,6 +25,9 @@ struct Epilogue {
 
 struct GemmArgs {
   Operand lhs, rhs;
+  // Of a CPU: lhs as values instead of codes, k contiguous, for stream kernels; lhs has its sizes.
+  // Of the epilogue with a bias alone.
+  Matrix values;
   Epilogue epilogue;
   Execution execution;
 };

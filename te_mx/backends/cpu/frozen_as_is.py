@@ -1,0 +1,101 @@
+"""A few rows as they are times a weight that stands still: stream kernels decode its codes as they
+read them. A row has the same bits beside whatever other rows a kernel takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import FLOAT_DTYPES, pointer, why_not_dtype
+from te_mx.backends.cpu import binding
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
+from te_mx.backends.cpu.gemm import PANELS
+from te_mx.backends.native import fields_of
+from te_mx.dispatch.linear import FrozenCall, FrozenKernel
+from te_mx.dispatch.problem import FROZEN_ROWS, STREAM_ROWS, Problem
+from te_mx.dispatch.registry import register
+from te_mx.layouts import ROWS, spec_of
+from te_mx.layouts.operand import Operand, Stack
+from te_mx.runtime import workspace
+from te_mx.runtime.cpu_memory import CPU
+
+# Beyond, decoding once for all rows and torch's product are faster.
+MOST_ROWS = {f"{level}_stream": STREAM_ROWS for level in PANELS}
+MOST_ROWS |= {"avx512_bf16_stream": FROZEN_ROWS, "amx_stream": 2 * STREAM_ROWS}
+MOST_ROWS["portable_stream"] = 4
+
+
+def stream_for(dtype: torch.dtype) -> str:
+    """The stream kernel of the level in use that multiplies values of a dtype: on bf16 those of
+    bf16, else on fp32."""
+    levels = [one for one in PANELS if dtype == torch.bfloat16 or PANELS[one].endswith("_f32")]
+    return next(
+        name for name in (f"{one}_stream" for one in levels) if binding.kernel_available(name)
+    )
+
+
+class AsTheyAre:
+    """Products of one size, by a record that is made once."""
+
+    def __init__(self, p: Problem) -> None:
+        self.native, self.sizes = binding.native(), (p.m, p.n, p.k)
+        rows = f"{spec_of(p.rhs).format.name}@{ROWS.name}"
+        self.record = self.native.GemmArgs(
+            lhs_rows=p.m, lhs_k=p.k, rhs_rows=p.n, rhs_k=p.k, ldo=p.n,
+            values_dtype=FLOAT_DTYPES[p.dtype], kernel=binding.KERNEL_IDS[stream_for(p.dtype)],
+            **fields_of(rows, "rhs"),
+        )  # fmt: skip
+
+    def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, weight, bias_N, out_dtype, *more = call
+        if any(one is not None for one in more) or not isinstance(weight, Operand):
+            return None
+        (m, n, k), native = self.sizes, self.native
+        x_MK = x.reshape(m, k)
+        if x_MK.stride(1) != 1:
+            x_MK = x_MK.contiguous()
+        y_MN = torch.empty((m, n), dtype=out_dtype, device=CPU)
+        args = self.record.copy(
+            values_data=x_MK.data_ptr(), values_row_stride=x_MK.stride(0), out=y_MN.data_ptr(),
+            rhs_codes=weight.codes.data_ptr(), rhs_scales=weight.scales.data_ptr(),
+            out_dtype=FLOAT_DTYPES[out_dtype], threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if bias_N is not None:
+            bias_N = bias_N.contiguous()
+            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
+        nbytes = args.workspace_bytes = native.workspace_bytes(args)
+        scratch = workspace.acquire(CPU, nbytes)
+        args.workspace = pointer(scratch)
+        status, ran = native.gemm(args)
+        workspace.release(scratch, nbytes)
+        if status and not binding.supported(status):
+            return None
+        return y_MN.view(*x.shape[:-1], n), binding.KERNELS[ran]
+
+
+class AsIs(FrozenKernel):
+    """Weights in MXFP8, MXFP4 and blockwise FP8 as they lie, inputs that are not quantized."""
+
+    name, planner = "cpu_as_is", AsTheyAre
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, blockwise=True) or why_not_empty(problem)
+        if reason is None and problem.lhs:
+            reason = "takes inputs as they are"
+        if reason is None and problem.groups:
+            reason = "takes one weight"
+        if reason is None:
+            reason = why_not_dtype(problem)
+        if reason is None and problem.m > (most := MOST_ROWS[stream_for(problem.dtype)]):
+            reason = f"takes at most {most} rows"
+        return reason
+
+    def sums(self, problem: Problem) -> str:
+        return stream_for(problem.dtype)  # a row's, whatever rows are beside it
+
+    def form(self, row: Operand | Stack) -> Operand | Stack | None:
+        """The weight itself."""
+        return row.checked("the weight") if row.layout is ROWS else None
+
+
+register(AsIs())
