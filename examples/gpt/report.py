@@ -113,7 +113,8 @@ def table(runs: dict[str, dict]) -> str:
     ]
     lines.insert(1, "-" * len(max(lines, key=len)))
     for what, layers in runs.get("mxfp8", {}).get("kernels", {}).items():
-        lines.append(f"{layers} linear layer{'s' if layers > 1 else ''} on {what}")
+        where = "in" if what == "high precision" else "on"
+        lines.append(f"{layers} linear layer{'s' if layers > 1 else ''} {where} {what}")
     return "\n".join(lines)
 
 
