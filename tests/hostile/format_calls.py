@@ -171,19 +171,16 @@ IN_OTHER_FORMATS = (
         covers="te_mx.MXTensor",
         says={"fmt": "fmt|rowwise_data|rowwise_scale"},
     ),
-    Call(
-        "te_mx.gemm of nvfp4 and mxfp6", lambda d: te_mx.gemm,
-        lambda d: {"A": quantized(d, "nvfp4", M, K), "B": quantized(d, "mxfp6_e2m3", N, K),
-                   "bias": floats(d, M), "gelu": "tanh", "out": torch.ones(N, M, device=d)},
-        {"A": mx("row"), "B": mx("row"), "bias": VECTOR.but("None"), "out": output("A", "B")},
-        covers="te_mx.gemm",
-    ),
-    Call(
-        "te_mx.gemm of mxfp4 and mxfp6", lambda d: te_mx.gemm,
-        lambda d: {"A": quantized(d, "mxfp4", M, K), "B": quantized(d, "mxfp6_e2m3", N, K),
-                   "bias": floats(d, M), "gelu": "tanh", "out": torch.ones(N, M, device=d)},
-        {"A": mx("row"), "B": mx("row"), "bias": VECTOR.but("None"), "out": output("A", "B")},
-        covers="te_mx.gemm",
+    *(
+        Call(
+            f"te_mx.gemm of {fmt} and mxfp6", lambda d: te_mx.gemm,
+            lambda d, fmt=fmt: {"A": quantized(d, fmt, M, K), "B": quantized(d, "mxfp6_e2m3", N, K),
+                                "bias": floats(d, M), "gelu": "tanh",
+                                "out": torch.ones(N, M, device=d)},
+            {"A": mx("row"), "B": mx("row"), "bias": VECTOR.but("None"), "out": output("A", "B")},
+            covers="te_mx.gemm",
+        )
+        for fmt in ("nvfp4", "mxfp4")
     ),
     Call(
         "te_mx.gemm backward of mxfp4 and mxfp8", lambda d: te_mx.gemm,

@@ -98,7 +98,15 @@ class FewRows:
         ).record  # fmt: skip
 
 
-class Frozen(FrozenKernel):
+class OneCopy(FrozenKernel):
+    """What reads plain codes as they lie, and keeps no form of its own."""
+
+    def form(self, row: Operand | Stack) -> Operand | Stack | None:
+        """The weight itself."""
+        return row.checked("the weight") if row.layout is ROWS else None
+
+
+class Frozen(OneCopy):
     """Inputs in MXFP8, weights in MXFP8 or MXFP4, as they lie."""
 
     name, planner = "cpu_frozen", FewRows
@@ -117,10 +125,6 @@ class Frozen(FrozenKernel):
         if reason is None and problem.m > STREAM_ROWS:
             reason = f"takes at most {STREAM_ROWS} rows"
         return reason
-
-    def form(self, row: Operand | Stack) -> Operand | Stack | None:
-        """The weight itself."""
-        return row.checked("the weight") if row.layout is ROWS else None
 
 
 def _aligned(nbytes: int) -> int:

@@ -9,13 +9,14 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
+from te_mx.backends.cpu.frozen import OneCopy
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.native import fields_of
-from te_mx.dispatch.linear import FrozenCall, FrozenKernel
+from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import FROZEN_ROWS, STREAM_ROWS, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import ROWS, spec_of
-from te_mx.layouts.operand import Operand, Stack
+from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
 
@@ -73,7 +74,7 @@ class AsTheyAre:
         return y_MN.view(*x.shape[:-1], n), binding.KERNELS[ran]
 
 
-class AsIs(FrozenKernel):
+class AsIs(OneCopy):
     """Weights in MXFP8, MXFP4 and blockwise FP8 as they lie, inputs that are not quantized."""
 
     name, planner = "cpu_as_is", AsTheyAre
@@ -92,10 +93,6 @@ class AsIs(FrozenKernel):
 
     def sums(self, problem: Problem) -> str:
         return stream_for(problem.dtype)  # a row's, whatever rows are beside it
-
-    def form(self, row: Operand | Stack) -> Operand | Stack | None:
-        """The weight itself."""
-        return row.checked("the weight") if row.layout is ROWS else None
 
 
 register(AsIs())
