@@ -38,8 +38,8 @@ def table(runs: dict[str, dict]) -> str:
         row("chooses bf16's token", lambda mode, run: f"{100 * run['agreement']:.1f} %")
         row("alike until token", lambda mode, run: f"{run['alike_until']:.0f}")
     row("memory in use", lambda mode, run: f"{run['memory_mb']['in_use']:,.0f} MB")
-    if "bf16" in runs:
-        whole = runs["bf16"]["memory_mb"]["in_use"]
+    whole = runs["bf16"]["memory_mb"]["in_use"] if "bf16" in runs else 0.0
+    if whole > 0:  # what a tiny model takes may not show in a process
         row("  against bf16", lambda mode, run: f"{run['memory_mb']['in_use'] / whole:.2f}x")
     row("peak memory", lambda mode, run: f"{run['memory_mb']['peak']:,.0f} MB")
     widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
