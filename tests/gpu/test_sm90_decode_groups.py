@@ -90,6 +90,10 @@ def level(seed, rows, k):
     return x.to(BF16)
 
 
+def level_groups(groups, rows, k):
+    return torch.stack([level(10 + i, rows, k) for i in range(groups)]) * 2**-6
+
+
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
@@ -98,8 +102,9 @@ def test_frozen_groups_in_a_cuda_graph(w_fmt, drop):
     n, k = 400, 512
     layer = te_mx.GroupedLinear(4, k, n, dtype=BF16, device="cuda")
     linears = [te_mx.Linear(k, n, dtype=BF16, device="cuda") for _ in range(4)]
-    for i, linear in enumerate(linears):
-        linear.weight.data.copy_(layer.weights()[i]), linear.bias.data.copy_(layer.biases()[i])
+    for i, (linear, plain) in enumerate(zip(linears, level_groups(4, n, k), strict=True)):
+        linear.weight.data.copy_(plain), layer.weights()[i].data.copy_(plain)
+        linear.bias.data.copy_(layer.biases()[i])
         te_mx.freeze_weights(linear, recipe=recipe)
     te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
     x, splits = level(2, 20, k), torch.tensor([3, 0, 9, 5], device="cuda")
