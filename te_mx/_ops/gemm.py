@@ -37,7 +37,8 @@ def gemm_2d(
     mode: Mode = _DEFAULT_MODE,
     shape: Sequence[int] | None = None,
 ) -> GemmParts:
-    """D[m, n] = epilogue(lhs @ rhs^T). Products are exact, sums are fp32.
+    """D[m, n] = epilogue(lhs @ rhs^T). Products are exact, sums are fp32; tensor scales (their
+    product in fp32), where operands have them, multiply the sums before the epilogue.
 
     Args:
         lhs: logical [m, k]; Transformer Engine's B.
@@ -67,14 +68,14 @@ def gemm_2d(
         if tag >= 0:
             LAST_RUN[tag] = ran.name
         return GemmParts(out if made is None else made, aux, ran.bias_grad)
-    sides = (*_flat(lhs), *_flat(rhs))
+    sides, wholes = (*_flat(lhs), *_flat(rhs)), (lhs.tensor_scale, rhs.tensor_scale)
     rest = (bias, gelu or "", gelu_in, bias_grad or "", *mode)
     kept = (aux_dtype or (out_dtype if out is None else out.dtype)) if want_aux else None
     if out is None:
-        out, aux, sums = GEMM(*sides, *rest, out_dtype, kept, tag)
+        out, aux, sums = GEMM(*sides, *rest, out_dtype, kept, tag, *wholes)
     else:
         checks.writable(out)
-        aux, sums = GEMM_OUT(*sides, *rest, out, accumulate, kept, tag)
+        aux, sums = GEMM_OUT(*sides, *rest, out, accumulate, kept, tag, *wholes)
     has_aux = want_aux and gelu is not None and gelu_in is None
     if shape is not None and len(shape) != 2:
         out = out.view(shape).detach()
@@ -82,7 +83,7 @@ def gemm_2d(
 
 
 def _flat(operand: Operand) -> tuple[Any, ...]:
-    codes, scales, spec, rows, k, packed = operand
+    codes, scales, spec, rows, k, packed, _ = operand
     return codes, scales, packed, spec, rows, k
 
 
@@ -171,11 +172,20 @@ _SIDES = (
 )
 
 
-def _read(args: tuple[Any, ...], accumulate: bool) -> tuple[Operand, Operand, Epilogue, Mode]:
-    """Operands, epilogue and mode of the arguments that both schemas start with."""
+_WHOLES = "Tensor? lhs_tensor_scale=None, Tensor? rhs_tensor_scale=None"
+
+
+def _read(
+    args: tuple[Any, ...], accumulate: bool, rest: int
+) -> tuple[Operand, Operand, Epilogue, Mode]:
+    """Operands, epilogue and mode of the arguments that both schemas start with; the tensor scales,
+    if given, are behind so many."""
+    wholes = (*args[rest:], None, None)
     sides = [
-        Operand(codes, scales, spec, rows, k, packed)
-        for codes, scales, packed, spec, rows, k in (args[:6], args[6:12])
+        Operand(codes, scales, spec, rows, k, packed, whole)
+        for (codes, scales, packed, spec, rows, k), whole in zip(
+            (args[:6], args[6:12]), wholes[:2], strict=True
+        )
     ]
     bias, gelu, gelu_in, bias_grad = args[12:16]
     epilogue = Epilogue(bias, gelu or None, gelu_in, bias_grad or None, accumulate)
@@ -203,24 +213,28 @@ def _run(
 
 
 def _gemm(*args: Any) -> tuple[Tensor, ...]:
-    lhs, rhs, epilogue, mode = _read(args, False)
-    out_dtype, aux_dtype, tag = args[19:]
+    lhs, rhs, epilogue, mode = _read(args, False, 22)
+    out_dtype, aux_dtype, tag = args[19:22]
     made = _run(lhs, rhs, epilogue, None, out_dtype, aux_dtype, tag, mode)
     return made.out, *_present(made)
 
 
 def _gemm_out(*args: Any) -> tuple[Tensor, ...]:
-    out, accumulate, aux_dtype, tag = args[19:]
-    lhs, rhs, epilogue, mode = _read(args, accumulate)
+    out, accumulate, aux_dtype, tag = args[19:23]
+    lhs, rhs, epilogue, mode = _read(args, accumulate, 23)
     check_apart(out, "out", (("bias", epilogue.bias), ("gelu_in", epilogue.gelu_in)))
     return _present(_run(lhs, rhs, epilogue, out, out.dtype, aux_dtype, tag, mode))
 
 
-def _fake(args: tuple[Any, ...], out: Tensor, aux_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    lhs, rhs, epilogue, _ = _read(args, False)
-    checks.one_device(
-        lhs.codes.device, ("the scales of lhs", "the scales of rhs"), (lhs.scales, rhs.scales)
-    )
+def _fake(
+    args: tuple[Any, ...], out: Tensor, aux_dtype: torch.dtype | None, rest: int
+) -> tuple[Tensor, ...]:
+    lhs, rhs, epilogue, _ = _read(args, False, rest)
+    names = [
+        f"the {what} of {side}" for side in ("lhs", "rhs") for what in ("scales", "tensor scale")
+    ]
+    beside = lhs.scales, lhs.tensor_scale, rhs.scales, rhs.tensor_scale
+    checks.one_device(lhs.codes.device, names, beside)
     checks.product(lhs, rhs, epilogue, out)
     aux = bias_grad = None
     if epilogue.gelu is not None and epilogue.gelu_in is None and aux_dtype is not None:
@@ -232,24 +246,23 @@ def _fake(args: tuple[Any, ...], out: Tensor, aux_dtype: torch.dtype | None) -> 
 
 
 def _gemm_fake(*args: Any) -> tuple[Tensor, ...]:
-    lhs, rhs, *_ = _read(args, False)
-    out = lhs.codes.new_empty((lhs.rows, rhs.rows), dtype=args[19])
-    return out, *_fake(args, out, args[20])
+    out = args[0].new_empty((args[4], args[10]), dtype=args[19])
+    return out, *_fake(args, out, args[20], 22)
 
 
 def _gemm_out_fake(*args: Any) -> tuple[Tensor, ...]:
-    return _fake(args, args[19], args[21])
+    return _fake(args, args[19], args[21], 23)
 
 
 GEMM = define(
-    f"gemm({_SIDES}, ScalarType out_dtype, ScalarType? aux_dtype, int tag)"
+    f"gemm({_SIDES}, ScalarType out_dtype, ScalarType? aux_dtype, int tag, {_WHOLES})"
     " -> (Tensor, Tensor, Tensor)",
     _gemm,
     _gemm_fake,
 )
 GEMM_OUT = define(
-    f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType? aux_dtype, int tag)"
-    " -> (Tensor, Tensor)",
+    f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType? aux_dtype, int tag, "
+    f"{_WHOLES}) -> (Tensor, Tensor)",
     _gemm_out,
     _gemm_out_fake,
 )

@@ -60,6 +60,7 @@ def gemm_rows(
     return GEMM_ROWS(
         lhs.codes, lhs.scales, lhs.spec, lhs.rows, lhs.k, rhs.codes, rhs.scales, rhs.packed,
         rhs.spec, rhs.groups, rhs.rows, *groups, bias, out_dtype, tag, mode.precision, mode.spread,
+        lhs.tensor_scale, rhs.tensor_scale,
     )  # fmt: skip
 
 
@@ -88,13 +89,16 @@ def _run_rows(
 
 def _rows_sides(args: tuple[Any, ...]) -> tuple[Operand, Stack]:
     w_codes, w_scales, packed, w_spec, count, n = args[5:11]
-    return Operand(*args[:5]), Stack(w_codes, w_scales, w_spec, count, n, args[4], packed)
+    whole, w_whole = (*args[18:], None, None)[:2]
+    stack = Stack(w_codes, w_scales, w_spec, count, n, args[4], packed, w_whole)
+    codes, scales, spec, rows, k = args[:5]
+    return Operand(codes, scales, spec, rows, k, None, whole), stack
 
 
 def _rows(*args: Any) -> Tensor:
     (lhs, rhs), (offs, capacity, bias, out_dtype, tag) = _rows_sides(args), args[11:16]
     note_read(rhs.codes)
-    return _run_rows(lhs, rhs, Groups(offs, capacity), bias, out_dtype, tag, Mode(*args[16:]))
+    return _run_rows(lhs, rhs, Groups(offs, capacity), bias, out_dtype, tag, Mode(*args[16:18]))
 
 
 def _rows_fake(*args: Any) -> Tensor:
@@ -107,7 +111,8 @@ GEMM_ROWS = define(
     "gemm_rows(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, SymInt k, "
     "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt groups, "
     "SymInt rhs_rows, Tensor offs, SymInt capacity, Tensor? bias, ScalarType out_dtype, int tag, "
-    "str precision, int spread) -> Tensor",
+    "str precision, int spread, Tensor? lhs_tensor_scale=None, Tensor? rhs_tensor_scale=None) "
+    "-> Tensor",
     _rows,
     _rows_fake,
 )
@@ -144,7 +149,8 @@ def gemm_k(
         checks.writable(out)
         GEMM_K(
             lhs.codes, lhs.scales, lhs.spec, lhs.rows, rhs.codes, rhs.scales, rhs.spec, rhs.rows,
-            lhs.k, *groups, out, accumulate, tag, mode.precision, mode.spread,
+            lhs.k, *groups, out, accumulate, tag, mode.precision, mode.spread, lhs.tensor_scale,
+            rhs.tensor_scale,
         )  # fmt: skip
     return out
 
@@ -206,11 +212,15 @@ def gemm_k_into(
 
 def _k_sides(args: tuple[Any, ...]) -> tuple[Operand, Operand]:
     codes, scales, spec, m, r_codes, r_scales, r_spec, n, k = args[:9]
-    return Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k)
+    whole, r_whole = (*args[16:], None, None)[:2]
+    return (
+        Operand(codes, scales, spec, m, k, None, whole),
+        Operand(r_codes, r_scales, r_spec, n, k, None, r_whole),
+    )
 
 
 def _k(*args: Any) -> None:
-    offs, capacity, out, accumulate, tag, *mode = args[9:]
+    offs, capacity, out, accumulate, tag, *mode = args[9:16]
     _run_k(*_k_sides(args), Groups(offs, capacity), out, accumulate, tag, Mode(*mode))
 
 
@@ -223,7 +233,8 @@ def _k_fake(*args: Any) -> None:
 GEMM_K = define(
     "gemm_k(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, Tensor rhs_codes, "
     "Tensor rhs_scales, str rhs_spec, SymInt rhs_rows, SymInt k, Tensor offs, SymInt capacity, "
-    "Tensor(a!) out, bool accumulate, int tag, str precision, int spread) -> ()",
+    "Tensor(a!) out, bool accumulate, int tag, str precision, int spread, "
+    "Tensor? lhs_tensor_scale=None, Tensor? rhs_tensor_scale=None) -> ()",
     _k,
     _k_fake,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
-from te_mx._ops.quantize import empty_parts, parts_of, quantized_of
+from te_mx._ops.quantize import empty_parts, parts_of, quantized_of, tensors_of
 from te_mx._ops.settled import plain
 from te_mx.dispatch import run
 from te_mx.dispatch.grouped_calls import (
@@ -19,6 +19,7 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeGroups,
     QuantizeWeights,
     StackedParts,
+    stack_of,
     stacks_of,
 )
 from te_mx.dispatch.groups import known_to_host
@@ -145,8 +146,7 @@ def _run_weights(what: QuantizeWeights) -> StackedParts:
 def _weights(weights: list[Tensor], row: str, col: str, rule: str) -> list[Tensor]:
     for weight in weights:
         note_read(weight)
-    made = _run_weights(QuantizeWeights(weights, row, col, rule))
-    return [t for side in made if side is not None for t in (side.codes, side.scales)]
+    return tensors_of(*_run_weights(QuantizeWeights(weights, row, col, rule)))
 
 
 def _weights_fake(weights: list[Tensor], row: str, col: str, rule: str) -> list[Tensor]:
@@ -170,6 +170,9 @@ def stack_empty(x: Tensor, spec: str, groups: int, rows: int, k: int) -> list[Te
         whole = x.new_empty((groups, *part.shape[:-1], ld if part.dim() == 2 else part.shape[-1]),
                             dtype=part.dtype)  # fmt: skip
         made.append(whole[..., : part.shape[-1]])
+    if fmt.tensor_scaled:
+        shape = groups, *fmt.tensor_scale_shape(rows)
+        made.append(x.new_empty(shape, dtype=torch.float32))
     return made
 
 
@@ -197,9 +200,9 @@ def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
     row = plain(row)
     if is_direct(row.codes, row.scales):
         return _run_columns(row, col, rule)
-    codes, scales, spec, groups, rows, k, _ = row
-    codes, scales = _COLUMNS(codes, scales, spec, rows, k, col, rule)
-    return Stack(codes, scales, col, groups, k, rows)
+    codes, scales, spec, groups, rows, k, _, whole = row
+    made = iter(_COLUMNS(codes, scales, spec, rows, k, col, rule, whole))
+    return stack_of(made, col, groups, k, rows)
 
 
 def _run_columns(row: Stack, col: str, rule: str) -> Stack:
@@ -213,21 +216,20 @@ def _run_columns(row: Stack, col: str, rule: str) -> Stack:
     return run.run(problem, row, col, rule)
 
 
-def _columns(*args: Any) -> tuple[Tensor, Tensor]:
-    codes, scales, spec, rows, k, col, rule = args
-    made = _run_columns(Stack(codes, scales, spec, len(codes), rows, k), col, rule)
-    return made.codes, made.scales
+def _columns(*args: Any) -> list[Tensor]:
+    codes, scales, spec, rows, k, col, rule, whole = (*args, None)[:8]
+    stack = Stack(codes, scales, spec, len(codes), rows, k, None, whole)
+    return tensors_of(_run_columns(stack, col, rule))
 
 
-def _columns_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    codes, _, _, rows, k, col, _ = args
-    made = stack_empty(codes, col, len(codes), k, rows)
-    return made[0], made[1]
+def _columns_fake(*args: Any) -> list[Tensor]:
+    codes, _, _, rows, k, col = args[:6]
+    return stack_empty(codes, col, len(codes), k, rows)
 
 
 _COLUMNS = define(
     "columns_of_weights(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, str col, "
-    "str rule) -> (Tensor, Tensor)",
+    "str rule, Tensor? tensor_scale=None) -> Tensor[]",
     _columns,
     _columns_fake,
 )

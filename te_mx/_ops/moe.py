@@ -46,7 +46,7 @@ def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
     checks.writable(out)
     MOE_GEMM(
         *lhs[:5], rhs.codes, rhs.scales, rhs.packed, rhs.spec, rhs.groups, rhs.rows, *routing, bias,
-        weights, out, tag, mode.precision, mode.spread,
+        weights, out, tag, mode.precision, mode.spread, lhs.tensor_scale, rhs.tensor_scale,
     )  # fmt: skip
 
 
@@ -168,10 +168,11 @@ def experts_in_one(p: Experts) -> Tensor | None:
 
 def _call(args: tuple[Any, ...]) -> RoutedGemm:
     codes, scales, spec, rows, k, w_codes, w_scales, packed, w_spec, count, n = args[:11]
-    bias, weights, out, _, precision, spread = args[17:]
+    bias, weights, out, _, precision, spread = args[17:23]
+    whole, w_whole = (*args[23:], None, None)[:2]
     return RoutedGemm(
-        Operand(codes, scales, spec, rows, k),
-        Stack(w_codes, w_scales, w_spec, count, n, k, packed),
+        Operand(codes, scales, spec, rows, k, None, whole),
+        Stack(w_codes, w_scales, w_spec, count, n, k, packed, w_whole),
         Routing(*args[11:17]), bias, weights, out, Mode(precision, spread),
     )  # fmt: skip
 
@@ -190,7 +191,8 @@ MOE_GEMM = define(
     "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt experts, "
     "SymInt rhs_rows, Tensor? sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, "
     "int block_m, int a_div, int top_k, Tensor? bias, Tensor? weights, Tensor(a!) out, int tag, "
-    "str precision, int spread) -> ()",
+    "str precision, int spread, Tensor? lhs_tensor_scale=None, Tensor? rhs_tensor_scale=None) "
+    "-> ()",
     _moe,
     _moe_fake,
 )

@@ -3,7 +3,7 @@ one layout to another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.registry import planned
-from te_mx.formats.nvfp4 import tensor_scaled
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime.ran import note_read
 
 
@@ -39,8 +38,8 @@ def quantize_2d(
         x: the matrix.
         row, col: specs ("<format>@<layout>") of the operands [rows, k = cols] and [cols, k = rows];
             "" for none.
-        rule: a scale rule that the format knows: "rceil", "floor" or "even"; with "+sr" behind it,
-            codes are rounded stochastically.
+        rule: a scale rule that the format knows: "rceil", "floor" or "even" of MX formats; with
+            "+sr" behind it, codes are rounded stochastically.
         col_sum: also sum x over its rows in fp32, for a bias gradient.
         sum_dtype: what these sums are rounded to: fp32, bf16 or fp16.
         seed: of stochastic rounding, int64 [1] on the device of x.
@@ -66,8 +65,9 @@ def rows_2d(x: Tensor, row: str, rule: str) -> Operand:
 def rows_beyond_2d(x: Tensor, most: int, row: str, *, rule: str = "rceil") -> Operand:
     """The rowwise operand of x [rows, k] where it has more rows than `most`, for graphs of any
     number of rows; of fewer rows it is not made, and its bytes mean nothing."""
-    codes, scales = _QUANTIZE_BEYOND(x, most, row, rule)
-    return Operand(codes, scales, row, x.shape[0], x.shape[1])
+    made = quantized_of(_QUANTIZE_BEYOND(x, most, row, rule), row, "", False, x.shape).row
+    assert made is not None
+    return made
 
 
 def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] | None:
@@ -77,15 +77,6 @@ def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] |
         return None
     plan = planned("quantize", x.device, row, "", (*x.shape, 1), x.dtype, rule=rule)[1]
     return getattr(plan, "rows", None)
-
-
-def quantize_tensor_scaled(x: Tensor, fmt: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, block scales and tensor scale of x [rows, k] in plain torch, whose operations no
-    compiler may fuse into others: `TensorScaledFormat.quantize_tensor`."""
-    if is_direct(x):
-        return _quantize_tensor(x, fmt, rule)
-    codes, scales, whole = _QUANTIZE_TENSOR(x, fmt, rule)
-    return codes, scales, whole
 
 
 def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
@@ -117,14 +108,15 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 
 
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so. Of a
-    weight that stands still: those of the codes that it was made of."""
+    """The values [rows, k] of an operand, rounded once to dtype (with a tensor scale to fp32 before
+    it); NaN where a scale says so. Of a weight that stands still: those of the codes that it was
+    made of."""
     if operand.layout.reads_as:
         operand = plain(operand)
     if is_direct(operand.codes, operand.scales):
         return run.dequantize(_dequantizable(operand, dtype), dtype)
-    codes, scales, spec, rows, k, _ = operand
-    return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
+    codes, scales, spec, rows, k, _, whole = operand
+    return _DEQUANTIZE(codes, scales, spec, rows, k, dtype, whole)
 
 
 def dequantize_joined_2d(parts: Sequence[Operand], dtype: torch.dtype) -> Tensor:
@@ -156,16 +148,21 @@ def convert_2d(operand: Operand, spec: str) -> Operand:
         return operand
     if is_direct(operand.codes, operand.scales):
         return run.convert(operand.checked("the matrix"), spec)
-    codes, scales, old, rows, k, _ = operand
-    codes, scales = _CONVERT(codes, scales, old, rows, k, spec)
-    return Operand(codes, scales, spec, rows, k)
+    codes, scales = _CONVERT(*operand[:5], spec, operand.tensor_scale)
+    return operand._replace(codes=codes, scales=scales, spec=spec, packed=None)
 
 
 # ---------------------------------------------------------------------------------------------- ops
 def parts_of(made: Quantized) -> list[Tensor]:
     """The tensors of a quantized matrix, in order."""
-    parts = [t for side in made[:2] if side is not None for t in (side.codes, side.scales)]
+    parts = tensors_of(made.row, made.col)
     return parts if made.col_sum is None else [*parts, made.col_sum]
+
+
+def tensors_of(*sides: Operand | Stack | None) -> list[Tensor]:
+    """Codes, scales and tensor scales of those that there are, in order."""
+    each = ((one.codes, one.scales, one.tensor_scale) for one in sides if one is not None)
+    return [tensor for parts in each for tensor in parts if tensor is not None]
 
 
 def quantized_of(
@@ -174,10 +171,17 @@ def quantized_of(
     """What an op returned as `parts_of` a quantized matrix of this shape [rows, cols]."""
     (rows, cols), rest = shape, iter(parts)
     return Quantized(
-        Operand(next(rest), next(rest), row, rows, cols) if row else None,
-        Operand(next(rest), next(rest), col, cols, rows) if col else None,
+        operand_of(rest, row, rows, cols) if row else None,
+        operand_of(rest, col, cols, rows) if col else None,
         next(rest) if col_sum else None,
     )
+
+
+def operand_of(tensors: Iterator[Tensor], spec: str, rows: int, k: int) -> Operand:
+    """The operand whose tensors are the next ones."""
+    codes, scales = next(tensors), next(tensors)
+    whole = next(tensors) if spec_of(spec).format.tensor_scaled else None
+    return Operand(codes, scales, spec, rows, k, None, whole)
 
 
 def empty_parts(
@@ -195,6 +199,10 @@ def empty_parts(
                 parts += layout.empty(fmt, *sizes, x.device)
             else:
                 parts += layout.grouped_empty(fmt, *sizes, groups, x.device)
+            if fmt.tensor_scaled:
+                shape = fmt.tensor_scale_shape(sizes[0])
+                shape = shape if shape or groups is None else (groups,)
+                parts.append(x.new_empty(shape, dtype=torch.float32))
     if sums is None:
         return parts
     size = (cols,) if groups is None else (groups, cols)
@@ -224,21 +232,6 @@ def _quantize_beyond_fake(x: Tensor, most: int, row: str, rule: str) -> list[Ten
     return _quantize_fake(x, row, "", rule, False, torch.float32)
 
 
-@torch.no_grad()
-def _quantize_tensor(x: Tensor, fmt: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    return tensor_scaled(fmt).quantize_tensor(x, rule)
-
-
-def _quantize_tensor_fake(x: Tensor, fmt: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    known, (rows, k) = tensor_scaled(fmt), x.shape
-    known.check_quantizable(x, rule)
-    codes, scales = (
-        x.new_empty(shape, dtype=torch.uint8)
-        for shape in (known.codes_shape(rows, k), known.scales_shape(rows, k))
-    )
-    return codes, scales, x.new_empty(known.tensor_scale_shape(rows), dtype=torch.float32)
-
-
 def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
     if dtype != torch.float64:  # for tests
         checks.float_dtype(dtype)
@@ -246,24 +239,30 @@ def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
 
 
 def _dequantize(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype
-) -> Tensor:
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype,
+    tensor_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     # An op's result is contiguous, so that its fake kernel can say how it lies.
-    operand = _dequantizable(Operand(codes, scales, spec, rows, k), dtype)
+    operand = Operand(codes, scales, spec, rows, k, None, tensor_scale)
+    operand = _dequantizable(operand, dtype)
     return run.dequantize(operand, dtype).contiguous()
 
 
 def _dequantize_fake(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype
-) -> Tensor:
-    checks.one_device(codes.device, ("the scales of the matrix",), (scales,))
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype,
+    tensor_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    names = "the scales of the matrix", "its tensor scale"
+    checks.one_device(codes.device, names, (scales, tensor_scale))
     return codes.new_empty((rows, k), dtype=dtype)
 
 
 def _convert(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str
-) -> tuple[Tensor, Tensor]:
-    made = run.convert(Operand(codes, scales, spec, rows, k).checked("the matrix"), to)
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str,
+    tensor_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    operand = Operand(codes, scales, spec, rows, k, None, tensor_scale)
+    made = run.convert(operand.checked("the matrix"), to)
     return _apart(made.codes, codes), _apart(made.scales, scales)
 
 
@@ -275,8 +274,9 @@ def _apart(made: Tensor, given: Tensor) -> Tensor:
 
 
 def _convert_fake(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str
-) -> tuple[Tensor, Tensor]:
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str,
+    tensor_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     made = empty_parts(codes, to, "", (rows, k))
     return made[0], made[1]
 
@@ -292,20 +292,15 @@ _QUANTIZE_BEYOND = define(
     _quantize_beyond,
     _quantize_beyond_fake,
 )
-_QUANTIZE_TENSOR = define(
-    "quantize_tensor(Tensor x, str fmt, str rule) -> (Tensor, Tensor, Tensor)",
-    _quantize_tensor,
-    _quantize_tensor_fake,
-)
 _DEQUANTIZE = define(
-    "dequantize(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, ScalarType dtype)"
-    " -> Tensor",
+    "dequantize(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, ScalarType dtype, "
+    "Tensor? tensor_scale=None) -> Tensor",
     _dequantize,
     _dequantize_fake,
 )
 _CONVERT = define(
-    "convert(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, str to)"
-    " -> (Tensor, Tensor)",
+    "convert(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, str to, "
+    "Tensor? tensor_scale=None) -> (Tensor, Tensor)",
     _convert,
     _convert_fake,
 )

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.api import blas, mixed_gemm
-from te_mx.api.tensor import MXTensor
+from te_mx.api import blas
 from te_mx.dispatch.calls import DEFAULT_SPREAD
-from te_mx.dispatch.explain import PLACEHOLDERS, Explanation, explain_problem
+from te_mx.dispatch.explain import Explanation, explain_problem
 from te_mx.dispatch.groups import INDEX_DTYPES
-from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import Problem, level_name, place_of
 from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
@@ -82,11 +80,6 @@ def explain(
     check_flag("classes", classes)
     settings = None if recipe is None else resolve_recipe(recipe).settings
     sizes = {"m": m, "n": n, "k": k}
-    more = (m, n, k, device, recipe, experts, top_k, classes or None)
-    if _tensor_scaled(A, B) and all(one is None for one in more):
-        decoded = mixed_gemm.sides_of(A, B, layout)
-        assert decoded is not None
-        return _of_decoded(decoded, layout)
     problem, sides = _problem(A, B, layout, sizes, device, (precision, alignment_spread), settings)
     if experts is not None or top_k is not None:
         if sides or layout != "TN":
@@ -111,23 +104,6 @@ def explain(
             notes += (f"a frozen te_mx.Linear runs on {frozen.name}",)
     text = f"D[{problem.m}, {problem.n}], k {problem.k}, {layout}, {_where(problem)}"
     return explain_problem(problem, text, notes, split_k)
-
-
-def _tensor_scaled(*tensors: Any) -> bool:
-    """Whether all are MXTensors, one of them with a tensor scale."""
-    mx = [one for one in tensors if isinstance(one, MXTensor)]
-    return len(mx) == len(tensors) and any(one.tensor_scale is not None for one in mx)
-
-
-def _of_decoded(sides: mixed_gemm.Sides, layout: str) -> Explanation:
-    """That of a product of which one side has a tensor scale."""
-    lhs, rhs = sides
-    assert not isinstance(lhs, Tensor) and not isinstance(rhs, Tensor)
-    text = f"D[{sides.n}, {sides.m}], k {lhs.k}, {layout}, {lhs.format} times {rhs.format}"
-    why = "no native kernel takes a format with a tensor scale"
-    declined = [(one.name, why) for one in kernels("gemm") if one.name not in PLACEHOLDERS]
-    note = "plain torch: code * block scale exactly, fp32 sums, times the tensor scales"
-    return Explanation(text, REFERENCE, tuple(declined), note)
 
 
 def _of_experts(problem: Problem, experts: Any, top_k: Any) -> Explanation:

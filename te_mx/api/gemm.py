@@ -22,7 +22,7 @@ from te_mx._ops import FLOAT_DTYPES, Mode
 from te_mx._ops.gemm import empty, note_written
 from te_mx._ops.library import is_direct
 from te_mx.api import blas, mixed_gemm
-from te_mx.api.tensor import MXTensor, _make, check_by_rows, name_of
+from te_mx.api.tensor import MXTensor, _make, check_copies, name_of
 from te_mx.autograd import node
 from te_mx.dispatch.calls import Product
 from te_mx.dispatch.kernels import Plan, derived
@@ -31,7 +31,6 @@ from te_mx.dispatch.run import REFERENCE
 from te_mx.formats import Format
 from te_mx.formats.nvfp4 import TensorScaledFormat
 from te_mx.formats.scaling import STOCHASTIC
-from te_mx.layouts.plain import COLS
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.runtime import streams
 from te_mx.runtime.arguments import check_dense, check_flag, is_one_of, parts_of, shown
@@ -262,9 +261,8 @@ def quantize(
     if node.active():
         node.refuse("te_mx.quantize", (x,), node.FUNCTION, grad=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if known.tensor_scaled:
-        made = _tensor_scaled(x.shape, flat, known, rule, rowwise, columnwise, bool(transposed))
-        return prepack(made) if packed else made
+    if isinstance(known, TensorScaledFormat):
+        check_copies(known, rowwise, columnwise)
     row, col = ops.quantize_2d(
         flat, f"{known.name}@rows" if rowwise else "",
         f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "",
@@ -272,28 +270,9 @@ def quantize(
     )[:2]  # fmt: skip
     parts = (None,) * 2 if row is None else row[:2], (None,) * 2 if col is None else col[:2]
     held = *parts[0], *parts[1]
-    made = _make(x.shape, name_of(known), held, bool(columnwise and transposed))
+    whole = next(one.tensor_scale for one in (row, col) if one is not None)
+    made = _make(x.shape, name_of(known), held, bool(columnwise and transposed), whole)
     return prepack(made) if packed else made
-
-
-def _tensor_scaled(
-    shape: torch.Size, x: Tensor, fmt: Format, rule: str, rowwise: bool, columnwise: bool,
-    transposed: bool,
-) -> MXTensor:  # fmt: skip
-    """What te_mx.quantize makes where the format has a tensor scale, which both copies share."""
-    assert isinstance(fmt, TensorScaledFormat)
-    check_by_rows(fmt, columnwise)
-    held: list[Tensor | None] = []
-    for asked, side in ((rowwise, x), (columnwise, x.t())):
-        if not asked:
-            held += None, None
-            continue
-        codes, scales, whole = ops.quantize_tensor_scaled(side, fmt.name, rule)
-        if side is not x and not transposed:
-            codes, scales = COLS.pack(fmt, codes, scales, side.shape[1])
-        held += codes, scales
-    parts: Any = tuple(held)
-    return _make(shape, name_of(fmt), parts, columnwise and transposed, whole)
 
 
 def prepack(q: MXTensor) -> MXTensor:

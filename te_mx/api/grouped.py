@@ -39,6 +39,7 @@ from te_mx.context.region import output_dtype
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import scale_rows
 from te_mx.formats import Format
+from te_mx.layouts.operand import stacked
 from te_mx.layouts.plain import COLS, GROUPED_COLS
 from te_mx.recipe import Settings
 from te_mx.runtime.arguments import (
@@ -290,7 +291,11 @@ def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
             )
         codes = operand.codes.view(groups, *fmt.codes_shape(n, k))
         scales = operand.scales.view(groups, *fmt.scales_shape(n, k))
-        return Stack(codes, scales, operand.spec, groups, n, k)
+        whole = operand.tensor_scale
+        if whole is not None:  # one for all experts, or one a row
+            shape = groups, *fmt.tensor_scale_shape(n)
+            whole = whole.view(shape) if whole.dim() else whole.expand(shape)
+        return Stack(codes, scales, operand.spec, groups, n, k, None, whole)
     if isinstance(weight, str | Tensor) or not isinstance(weight, Sequence):
         raise TypeError(
             f"{owner}: {name} must be an MXTensor or a sequence of MXTensors, got {shown(weight)}"
@@ -302,10 +307,7 @@ def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
             f"{owner}: {name} must hold one matrix [N, K] or more, all of one shape and format on "
             f"one device, got {len(weight)}: {', '.join(map(str, sorted(kinds))) or 'none'}"
         )
-    first = held[0]
-    codes = torch.stack([one.codes for one in held])
-    scales = torch.stack([one.scales for one in held])
-    return Stack(codes, scales, first.spec, len(held), first.rows, first.k)
+    return stacked(held)
 
 
 def _rowwise(tensor: Any, name: str, owner: str) -> Operand:

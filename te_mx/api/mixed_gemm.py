@@ -1,5 +1,5 @@
 """te_mx.gemm of an MXTensor and a plain tensor: what the codes stand for, times numbers that are
-not quantized (W4A16 and the like); and of two MXTensors where one has a tensor scale (NVFP4).
+not quantized (W4A16 and the like).
 
 Codes are decoded for the time of the product: to bf16 where the other side is bf16 and the format's
 values are too, else to fp32. Products are those of torch, sums fp32, rounded once. Of NVFP4
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
-from te_mx.api.blas import USAGES, check_layout, no_copy, operand_of
-from te_mx.api.tensor import MXTensor, TensorScaled
+from te_mx.api.blas import USAGES, check_layout, operand_of
 from te_mx.autograd.grouped import grouped_plain
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.dispatch.calls import Epilogue
@@ -29,12 +28,11 @@ _F32, _BF16 = torch.float32, torch.bfloat16
 DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
 
 
-Side = Operand | TensorScaled | Tensor
+Side = Operand | Tensor
 
 
 class Sides(NamedTuple):
-    """B [n, k] and A [m, k]: one an operand, the other a matrix; or one with a tensor scale, the
-    other any."""
+    """B [n, k] and A [m, k]: one an operand, the other a matrix."""
 
     lhs: Side
     rhs: Side
@@ -54,20 +52,17 @@ class Sides(NamedTuple):
 
 
 def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
-    """The sides where one of A and B is a plain tensor in 16 bits and the other an MXTensor, or
-    both are and one of them has a tensor scale, else None.
+    """The sides where one of A and B is a plain tensor in 16 bits and the other an MXTensor, else
+    None.
 
     Raises:
         TypeError: the tensor has another dtype.
         ValueError: what does not fit.
     """
     name, plain, other = ("A", A, B) if isinstance(A, Tensor) else ("B", B, A)
-    scaled = any(isinstance(one, MXTensor) and one.tensor_scale is not None for one in (A, B))
-    if not (isinstance(plain, Tensor) or scaled) or not hasattr(other, "operand"):
+    if not isinstance(plain, Tensor) or not hasattr(other, "operand"):
         return None
-    if scaled and not hasattr(plain, "operand") and not isinstance(plain, Tensor):
-        return None
-    if isinstance(plain, Tensor) and (plain.dtype not in DTYPES or plain.dim() == 0):
+    if plain.dtype not in DTYPES or plain.dim() == 0:
         raise TypeError(
             f"{name} must be an MXTensor, or a bfloat16 or float16 tensor that stays as it is, got "
             f"{shown(plain)}; use te_mx.quantize, or convert it"
@@ -85,9 +80,6 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
 
 
 def _side(tensor: Any, usage: str, name: str, layout: str) -> Side:
-    if not isinstance(tensor, Tensor) and tensor.tensor_scale is not None:
-        scaled = tensor._scaled_copy(usage)
-        return no_copy(tensor, usage, name, layout) if scaled is None else scaled
     if not isinstance(tensor, Tensor):
         operand = operand_of(tensor, usage, name, layout)
         check_untransformed(name, operand.spec)
@@ -124,7 +116,7 @@ def run(
     as far as they were asked for."""
     narrow = all(_exact_dtype(side) == _BF16 for side in sides)
     dtype = _BF16 if narrow else _F32
-    of_lhs, of_rhs = map(_tensor_scale, sides)
+    of_lhs, of_rhs = (None if isinstance(s, Tensor) else s.tensor_scale for s in sides)
     scaled = of_lhs is not None or of_rhs is not None
     place = _held(sides.lhs)
     with torch.autocast(place.device.type, enabled=False):
@@ -139,10 +131,10 @@ def run(
             value = torch.mm(lhs, rhs.t(), out_dtype=_F32)
         else:
             value = mm_without_tf32(lhs.to(_F32), rhs.to(_F32).t())
-        if scaled:  # the product of two scales is exact in fp64
-            of_rows: Any = 1.0 if of_lhs is None else of_lhs.double()
-            of_columns: Any = 1.0 if of_rhs is None else of_rhs.double().t()
-            value = (value.double() * (of_rows * of_columns)).to(_F32)
+        if of_lhs is not None:
+            value = value * of_lhs
+        elif of_rhs is not None:
+            value = value * of_rhs.t()
     out = value.new_empty(value.shape, dtype=out_dtype) if out is None else out
     aux = None
     if epilogue.gelu is not None and epilogue.gelu_in is None:
@@ -151,17 +143,13 @@ def run(
 
 
 def _exact_dtype(side: Side) -> torch.dtype:
-    return side.dtype if isinstance(side, Tensor) else side.format.exact_dtype
-
-
-def _tensor_scale(side: Side) -> Tensor | None:
-    return side.tensor_scale if isinstance(side, TensorScaled) else None
+    return side.dtype if isinstance(side, Tensor) else side.unscaled_dtype
 
 
 def _values(side: Side, dtype: torch.dtype) -> Tensor:
-    if isinstance(side, TensorScaled):
-        return side.unscaled(dtype)
-    return side.to(dtype) if isinstance(side, Tensor) else dequantize_2d(side, dtype)
+    if isinstance(side, Tensor):
+        return side.to(dtype)
+    return dequantize_2d(side, dtype) if side.tensor_scale is None else side.unscaled(dtype)
 
 
 def check(inp: Tensor, weight: Stack, owner: str) -> Tensor:

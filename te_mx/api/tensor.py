@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES
 from te_mx.formats import Format
 from te_mx.formats.nvfp4 import TensorScaledFormat
-from te_mx.layouts.base import Layout
-from te_mx.layouts.plain import COLS, ROWS
 from te_mx.runtime import streams
 from te_mx.runtime.arguments import (
     check_address,
@@ -65,7 +63,7 @@ def check_copy(
 
 
 def check_tensor_scale(
-    scale: Any, fmt: Format, rows: int, columnwise: bool, device: torch.device
+    scale: Any, fmt: Format, rows: int, copies: tuple[bool, bool], device: torch.device
 ) -> Tensor | None:
     """The tensor scale of a format that has one, as it is kept; None for the others."""
     if not isinstance(fmt, TensorScaledFormat):
@@ -77,7 +75,7 @@ def check_tensor_scale(
             f"{fmt.name} needs tensor_scale, what codes times block scales are multiplied by; of "
             "compressed-tensors' weight_global_scale that is the reciprocal"
         )
-    check_by_rows(fmt, columnwise)
+    check_copies(fmt, *copies)
     shape = fmt.tensor_scale_shape(rows)
     count = math.prod(shape)
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != count:
@@ -89,8 +87,14 @@ def check_tensor_scale(
     return scale.detach().resolve_neg().reshape(shape)
 
 
-def check_by_rows(fmt: TensorScaledFormat, columnwise: bool) -> None:
-    """Raise ValueError for a columnwise copy where every row has a scale."""
+def check_copies(fmt: TensorScaledFormat, rowwise: bool, columnwise: bool) -> None:
+    """Raise ValueError for copies that one tensor scale does not go with: a columnwise one where
+    every row has a scale, both where each is transformed and has a largest magnitude of its own."""
+    if fmt.transform is not None and rowwise and columnwise:
+        raise ValueError(
+            f"{fmt.name} has a tensor scale of its own in each direction, and an MXTensor has one; "
+            "quantize twice, with rowwise=True and with columnwise=True"
+        )
     if fmt.by_rows and columnwise:
         raise ValueError(
             f"{fmt.name} has a scale a row, which blocks along the rows do not share: there is no "
@@ -148,22 +152,6 @@ def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int
 
 # Codes and scales of the rowwise copy, then those of the columnwise one.
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-class TensorScaled(NamedTuple):
-    """A copy in a format with a tensor scale, logical [rows, k]."""
-
-    codes: Tensor
-    scales: Tensor
-    tensor_scale: Tensor
-    format: Format
-    layout: Layout
-    rows: int
-    k: int
-
-    def unscaled(self, dtype: torch.dtype) -> Tensor:
-        """code * block scale, exact in bf16 and wider: what the tensor scale multiplies."""
-        return self.layout.values(self.format, self.codes, self.scales, self.k, dtype)
 
 
 class MXTensor:
@@ -276,7 +264,8 @@ class MXTensor:
         if col[0] is not None and not columnwise_transposed:
             check_codes(known, col[0])
         transposed = columnwise_transposed and col[0] is not None
-        whole = check_tensor_scale(tensor_scale, known, rows, col[0] is not None, some.device)
+        copies = row[0] is not None, col[0] is not None
+        whole = check_tensor_scale(tensor_scale, known, rows, copies, some.device)
         self._fill(shape, name_of(known), (*row, *col), transposed, whole)
         for part in self._held:
             if part is not None:
@@ -433,17 +422,13 @@ class MXTensor:
             raise TypeError(
                 f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
             )
-        operand = self.operand(usage) if self._tensor_scale is None else self._scaled_copy(usage)
+        operand = self.operand(usage)
         if operand is None:
             other = "columnwise" if usage == "rowwise" else "rowwise"
             raise ValueError(
                 f"{self!r} has no {usage} copy; pass usage={other!r}, or quantize with {usage}=True"
             )
-        if isinstance(operand, TensorScaled):
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            values = (operand.unscaled(wide) * operand.tensor_scale).to(dtype)
-        else:
-            values = ops.restored_2d(operand, dtype)
+        values = ops.restored_2d(operand, dtype)
         if usage == "columnwise":
             values = values.t()
         return values.reshape(self._shape)
@@ -452,13 +437,10 @@ class MXTensor:
         """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
         exist.
 
-        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows]. Raises
-        NotImplementedError for a format with a tensor scale, which no operand has.
+        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
         """
         if not is_one_of(usage, ("rowwise", "columnwise")):
             raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
-        if self._tensor_scale is not None:
-            self.format.check_operand()
         (codes, scales), rows, k, layout = self._copy(usage), self.rows, self.cols, "rows"
         if usage == "columnwise":
             rows, k, layout = k, rows, "rows" if self._col_transposed else "cols"
@@ -469,24 +451,8 @@ class MXTensor:
             if self._looked != now:
                 check_codes(self.format, codes)
             object.__setattr__(self, "_looked", now)
-        return ops.Operand(codes, scales, f"{self.format.name}@{layout}", rows, k)
-
-    def _scaled_copy(self, usage: str) -> TensorScaled | None:
-        """The copy where its format has a tensor scale; None elsewhere, or when it does not
-        exist."""
-        if self._tensor_scale is None:
-            return None
-        if not is_one_of(usage, ("rowwise", "columnwise")):
-            raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
-        (codes, scales), rows, k = self._copy(usage), self.rows, self.cols
-        layout: Layout = ROWS
-        if usage == "columnwise":
-            rows, k, layout = k, rows, ROWS if self._col_transposed else COLS
-        if codes is None or scales is None:
-            return None
-        if layout is COLS and not torch.compiler.is_compiling():
-            check_codes(self.format, codes)
-        return TensorScaled(codes, scales, self._tensor_scale, self.format, layout, rows, k)
+        spec, whole = f"{self.format.name}@{layout}", self._tensor_scale
+        return ops.Operand(codes, scales, spec, rows, k, None, whole)
 
     def _versions(self, usage: str) -> tuple[int, int]:
         """Counts of the writes to the codes and scales of a copy."""
@@ -542,8 +508,6 @@ class MXTensor:
 
     def _stand(self) -> None:
         """What te_mx.prepack does."""
-        if self._tensor_scale is not None:  # decoded in every call
-            return
         for usage in ("rowwise", "columnwise"):
             operand = self.operand(usage)
             form = None if operand is None else ops.standing_form(operand)

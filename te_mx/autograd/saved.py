@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d
+from te_mx.layouts import spec_of
 
 
 def flatten(x: Tensor) -> Tensor:
@@ -47,9 +48,9 @@ Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Kept(NamedTuple):
-    """What autograd saves for one input or weight: three tensors (codes, scales and packed form of
-    an operand; or the tensor itself, None, None), and beside them the operand's spec and sizes;
-    spec "" where they are no operand."""
+    """What autograd saves for one input or weight: three tensors (codes, scales and packed form, or
+    tensor scale, of an operand; or the tensor itself, None, None), and beside them the operand's
+    spec and sizes; spec "" where they are no operand."""
 
     tensors: Tensors = (None, None, None)
     spec: str = ""
@@ -59,8 +60,8 @@ class Kept(NamedTuple):
     @classmethod
     def operand(cls, operand: Operand) -> Kept:
         """An operand."""
-        codes, scales, spec, rows, k, packed = operand
-        return cls((codes, scales, packed), spec, rows, k)
+        codes, scales, spec, rows, k, packed, whole = operand
+        return cls((codes, scales, packed if whole is None else whole), spec, rows, k)
 
     @classmethod
     def itself(cls, tensor: Tensor | None) -> Kept:
@@ -90,9 +91,11 @@ class Kept(NamedTuple):
 
     def as_operand(self) -> Operand:
         """The operand that was kept."""
-        codes, scales, packed = self.tensors
+        codes, scales, last = self.tensors
         assert codes is not None and scales is not None
-        return Operand(codes, scales, self.spec, self.rows, self.k, packed)
+        if last is not None and spec_of(self.spec).format.tensor_scaled:
+            return Operand(codes, scales, self.spec, self.rows, self.k, None, last)
+        return Operand(codes, scales, self.spec, self.rows, self.k, last)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The tensor that was kept, or what the codes decode to."""

@@ -89,7 +89,7 @@ def sum_of_mine(dx: Tensor, tokens: Tokens | None) -> Tensor:
 
 
 def _gathered(mine: Operand, tokens: Tokens) -> Operand:
-    codes, scales, spec, rows, k, _ = mine
+    codes, scales, spec, rows, k = mine[:5]
     along_k = mine.layout.k_first
     return Operand(
         tokens.gathered(codes), tokens.gathered(scales), spec,

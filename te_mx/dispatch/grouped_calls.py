@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.fused import ActStep
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 
 
@@ -54,12 +55,19 @@ StackedParts = tuple[Stack | None, Stack | None]
 
 
 def stacks_of(parts: Iterable[Tensor], what: QuantizeWeights) -> StackedParts:
-    """Codes and scales of each side that was asked for, in order, as operands."""
+    """The tensors of each side that was asked for, in order, as operands."""
     groups, (rows, cols), rest = len(what.weights), what.weights[0].shape, iter(parts)
     return (
-        Stack(next(rest), next(rest), what.row, groups, rows, cols) if what.row else None,
-        Stack(next(rest), next(rest), what.col, groups, cols, rows) if what.col else None,
+        stack_of(rest, what.row, groups, rows, cols) if what.row else None,
+        stack_of(rest, what.col, groups, cols, rows) if what.col else None,
     )
+
+
+def stack_of(tensors: Iterator[Tensor], spec: str, groups: int, rows: int, k: int) -> Stack:
+    """The operands of all groups whose tensors are the next ones."""
+    codes, scales = next(tensors), next(tensors)
+    whole = next(tensors) if spec_of(spec).format.tensor_scaled else None
+    return Stack(codes, scales, spec, groups, rows, k, None, whole)
 
 
 class GroupedRows(NamedTuple):

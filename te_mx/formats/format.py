@@ -74,8 +74,8 @@ class Format:
     @property
     def exact_dtype(self) -> torch.dtype:
         """A dtype of torch that holds what codes decode to: bf16, above 2^-133, where scales are
-        powers of two; fp32 else, where code * scale is rounded once."""
-        return torch.float32 if self.scaling.scale == "fp32" else torch.bfloat16
+        powers of two; fp32 else, where values are rounded once."""
+        return torch.bfloat16 if self.scaling.scale == "e8m0" else torch.float32
 
     @property
     def tensor_scaled(self) -> bool:
@@ -103,6 +103,10 @@ class Format:
         """Shape of the scales of [rows, k]."""
         return -(-rows // self.scaling.block[0]), self.blocks(k)
 
+    def tensor_scale_shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of the tensor scale of [rows, k], where there is one."""
+        return ()
+
     # ------------------------------------------------------------------------------------ packing
     def pack(self, codes: Tensor) -> Tensor:
         """Codes one a byte [.., k] -> bytes [.., code_bytes(k)], low bits first; zeros at the end
@@ -115,8 +119,9 @@ class Format:
         return packing.unpack(packed, k, self.element.bits)
 
     # ------------------------------------------------------------------------------ specification
-    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
+    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides; behind them the
+        tensor scale of formats that have one.
 
         code = round(x * 2^(127 - byte)) to nearest even, at most +-max; the byte is
         `scaling.scale_bytes` of the block's largest magnitude. A NaN or an Inf makes byte 255 of
@@ -326,8 +331,10 @@ def _transformed(name: str) -> Format | None:
     if parts is None:
         return None
     base, transform = get(parts[0]), parts[1]
-    if base.scaling.scale != "e8m0" or base.transform is not None:
-        raise ValueError(f"fmt {name!r}: only MX formats take a Hadamard transform, and one only")
+    if base.scaling.scale == "fp32" or base.transform is not None:
+        raise ValueError(
+            f"fmt {name!r}: only MX formats and NVFP4 take a Hadamard transform, and one only"
+        )
     proper = f"{base.name}+{transform}"
     made = _by_any_name.get(proper)
     if made is None:

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from te_mx.formats import stochastic
 from te_mx.formats.element import INF, MAGNITUDE, Element
-from te_mx.formats.format import READ, Format, check_matrix, get, in_blocks, register
+from te_mx.formats.format import (
+    READ,
+    Format,
+    check_matrix,
+    check_random,
+    in_blocks,
+    register,
+)
 from te_mx.formats.mxfp4 import E2M1
 from te_mx.formats.mxfp8 import E4M3
-from te_mx.formats.scaling import Scaling
+from te_mx.formats.scaling import STOCHASTIC, Scaling
 
 _TOP = 448.0 * 6.0  # the largest magnitude of a code times a block scale
 _SIXTH = 0.16666667163372040  # fp32(1 / 6)
@@ -65,44 +72,51 @@ class TensorScaledFormat(Format):
 
     by_rows: bool = False
 
-    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> NoReturn:
-        """Raises NotImplementedError: there are three parts; see `quantize_tensor`."""
-        raise NotImplementedError(
-            f"{self.name} has a tensor scale beside codes and scales; use quantize_tensor(x, rule)"
-        )
-
-    def quantize_tensor(self, x: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, block scales and tensor scale of x [rows, k], with any strides.
-
-        Raises:
-            TypeError: x is no tensor in fp32, bf16 or fp16; or fp16 under "compressed_tensors",
-                whose e overflows there.
-            ValueError: x is no matrix, or the format does not know the rule.
+    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Codes, block scales and tensor scale of x [rows, k], with any strides. Raises as
+        `Format.quantize`; TypeError for fp16 under "compressed_tensors", whose e overflows there.
         """
+        return self.quantize_parts(x, rule, random)
+
+    def quantize_parts(
+        self, x: Tensor, rule: str, random: Tensor | None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The same of a matrix of several parts, as tokens of groups are. shared: of the largest
+        magnitudes of blocks, fp32 [down, across], the amax that scales each of them, in a shape
+        that goes with theirs; the tensor scale has that shape."""
         self.check_quantizable(x, rule)
+        check_random(random, rule, x)
         rows, k = x.shape
-        blocks = in_blocks(x.detach().resolve_neg().float(), self.scaling.block)
+        x, dtype = x.detach().resolve_neg().float(), x.dtype
+        if self.transform is not None:
+            x = self.transform.apply(x)
+        blocks = in_blocks(x, self.scaling.block)
         bits = blocks.view(torch.int32) & MAGNITUDE
         largest = bits.amax((1, 3))  # NaN and Inf come on top
         finite = largest < INF
         bamax = torch.where(finite, largest, 0).view(torch.float32)
-        # The same in both directions: of elements, not of blocks; and 0 of nothing.
-        usable = torch.nn.functional.pad(torch.where(bits < INF, bits, 0).flatten(1), (0, 1))
-        amax = usable.amax(1, keepdim=True)
-        if not self.by_rows:
+        # The same in both directions: of elements, not of blocks.
+        amax = torch.where(bits < INF, bits, 0).amax((1, 3)).view(torch.float32)
+        if shared is not None:
+            amax = shared(amax)
+        elif self.by_rows:
+            amax = torch.nn.functional.pad(amax, (0, 1)).amax(1, keepdim=True)  # 0 of nothing
+        else:
             amax = torch.nn.functional.pad(amax.flatten(), (0, 1)).amax()
-        amax = amax.view(torch.float32)
-        scales, tensor_scale, scaled = _WRITERS[rule](blocks, bamax, amax, x.dtype)
+        name = rule.removesuffix(STOCHASTIC)
+        scales, tensor_scale, scaled = _WRITERS[name](blocks, bamax, amax, dtype)
         scaled = torch.where(blocks == 0, blocks, scaled)  # where 0 / 0 was computed
-        if rule in _UNSIGNED_ZERO:
+        if name in _UNSIGNED_ZERO:
             scaled = torch.where(scaled == 0, 0.0, scaled)
-        codes = _encode(E2M1, scaled).masked_fill_(~finite[:, None, :, None], 0)
+        by_block = None if random is None else in_blocks(random, self.scaling.block)
+        codes = _encode(E2M1, scaled, by_block).masked_fill_(~finite[:, None, :, None], 0)
         codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :k]
         stored = _encode(E4M3, scales).masked_fill_(~finite, E4M3.nan_code or 0)
         return self.pack(codes).contiguous(), stored, tensor_scale
 
     def check_quantizable(self, x: Tensor, rule: str) -> None:
-        """Raise what `quantize_tensor` says it raises."""
+        """Raise what `quantize` says it raises."""
         check_matrix("x", x, *READ)
         self.check_rule(rule)
         if rule == "compressed_tensors" and x.dtype == torch.float16:
@@ -121,14 +135,6 @@ class TensorScaledFormat(Format):
         k = self.check_parts(codes, scales, k, dtype)
         of_rows = E4M3.decode(scales).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]
         return self.decode(codes, k, of_rows).to(dtype)
-
-
-def tensor_scaled(name: str) -> TensorScaledFormat:
-    """The format of a name, which has a tensor scale. Raises ValueError for others."""
-    found = get(name)
-    if not isinstance(found, TensorScaledFormat):
-        raise ValueError(f"fmt must be a format with a tensor scale, got {name!r}")
-    return found
 
 
 # ------------------------------------------------------------------------------------- the writers
@@ -184,8 +190,11 @@ def _over(of_blocks: Tensor) -> Tensor:
     return of_blocks[:, None, :, None]
 
 
-def _encode(element: Element, x: Tensor) -> Tensor:
-    return element.encode(x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32))
+def _encode(element: Element, x: Tensor, random: Tensor | None = None) -> Tensor:
+    bits, power = x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32)
+    if random is not None:
+        return stochastic.encode(element, bits, power, random)
+    return element.encode(bits, power)
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class Scaling:
             rule may carry the smallest amax behind a colon: "pow2:1e-12".
         epsilon: whether rules take one.
 
-    Behind a rule of E8M0 scales, "+sr" says that codes are rounded stochastically: "rceil+sr".
+    Behind a rule of E8M0 or E4M3 scales, "+sr" says that codes are rounded stochastically:
+    "rceil+sr".
 
     Raises:
         ValueError: another scale dtype.
@@ -69,7 +70,7 @@ class Scaling:
 
     def takes(self, rule: Any) -> bool:
         """Whether codes are made by a rule: one that it knows, perhaps with "+sr" behind it."""
-        if isinstance(rule, str) and self.scale == "e8m0":
+        if isinstance(rule, str) and self.scale != "fp32":
             rule = rule.removesuffix(STOCHASTIC)
         return self.knows(rule)
 

@@ -35,6 +35,8 @@ class IsMatrix(HasParts, Protocol):
     def rows(self) -> int: ...
     @property
     def k(self) -> int: ...
+    @property
+    def tensor_scale(self) -> Tensor | None: ...
 
 
 Matrix = TypeVar("Matrix", bound=IsMatrix)
@@ -153,18 +155,22 @@ class Layout:
         """The same of tokens of so many groups."""
         rows, k = operand.rows, operand.k
         shapes = self.grouped_shapes(fmt, rows, k, groups)
-        return self._checked(operand, fmt, name, shapes, (rows, k))
+        wholes = (groups,), (), fmt.tensor_scale_shape(rows)
+        return self._checked(operand, fmt, name, shapes, (rows, k), wholes)
 
     def checked_stack(self, stack: Any, fmt: Format, name: str) -> Any:
         """The same of a Stack, the operands of all groups."""
         one = self.shapes(fmt, stack.rows, stack.k)
         shapes = (stack.groups, *one[0]), (stack.groups, *one[1])
-        return self._checked(stack, fmt, name, shapes, (stack.groups, stack.rows, stack.k))
+        sizes = stack.groups, stack.rows, stack.k
+        whole = stack.groups, *fmt.tensor_scale_shape(stack.rows)
+        return self._checked(stack, fmt, name, shapes, sizes, (whole,))
 
     def _checked(
-        self, held: Any, fmt: Format, name: str, shapes: tuple[Shape, Shape], sizes: Shape
-    ) -> Any:
-        codes, scales = held.codes, held.scales
+        self, held: Any, fmt: Format, name: str, shapes: tuple[Shape, Shape], sizes: Shape,
+        wholes: tuple[Shape, ...] = (),
+    ) -> Any:  # fmt: skip
+        codes, scales, whole = held.codes, held.scales, held.tensor_scale
         scale_dtype = self.scales_dtype(fmt)
         if (
             codes.shape != shapes[0]
@@ -181,7 +187,12 @@ class Layout:
             raise ValueError(
                 f"{name}: codes are on {codes.device} and scales on {scales.device}; move one"
             )
+        if fmt.tensor_scaled or whole is not None:
+            wholes = wholes or (fmt.tensor_scale_shape(sizes[0]),)
+            check_tensor_scale(f"{name}: {fmt.name} {list(sizes)}", fmt, whole, wholes, codes)
         aligned = self.aligned(codes, scales)
+        if whole is not None and not whole.is_contiguous():
+            held = held._replace(tensor_scale=whole.contiguous())
         if aligned[0] is codes and aligned[1] is scales:
             return held
         return held._replace(codes=aligned[0], scales=aligned[1])
@@ -204,6 +215,21 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self.name!r})"
+
+
+def check_tensor_scale(
+    name: str, fmt: Format, whole: Tensor | None, shapes: tuple[Shape, ...], codes: Tensor
+) -> None:
+    """Raise ValueError unless a tensor scale is there where a format has one, fp32 in one of these
+    shapes and where the codes are."""
+    if whole is None or not fmt.tensor_scaled:
+        needs = "needs a tensor scale" if fmt.tensor_scaled else "has no tensor scale"
+        raise ValueError(f"{name} {needs}, got {'none' if whole is None else tuple(whole.shape)}")
+    if whole.dtype != torch.float32 or whole.shape not in shapes or whole.device != codes.device:
+        raise ValueError(
+            f"{name} needs a float32 tensor scale {' or '.join(map(str, dict.fromkeys(shapes)))} "
+            f"on {codes.device}, got {whole.dtype} {tuple(whole.shape)} on {whole.device}"
+        )
 
 
 class AnyLayout(Layout):

@@ -80,7 +80,6 @@ def spec_of(spec: str) -> Spec:
     if found is None:
         name, _, layout = spec.partition("@")
         made = Spec(formats.get(name), get(layout))
-        made.format.check_operand()
         if not made.layout.takes(made.format):
             raise ValueError(
                 f"layout {layout!r} does not take {made.layout.refused}, got {made.format}"

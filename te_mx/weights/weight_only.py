@@ -35,7 +35,7 @@ def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
         if torch.is_grad_enabled() and wanted:
-            codes, scales, spec, rows, k, packed = weight
+            codes, scales, spec, rows, k, packed, _ = weight
             return _DecodedLinear.apply(x, bias_N, codes, scales, packed, (spec, rows, k))
         return functional.linear(x, dequantize_2d(weight, x.dtype), bias_N)
 

@@ -41,7 +41,7 @@ def mx_values(operand: Operand) -> Tensor:
 
 def packed(operand: Operand, spread: int) -> Operand:
     """A plain operand packed as plain torch describes it."""
-    codes, scales, spec, rows, k, _ = by_rows(operand)
+    codes, scales, spec, rows, k = by_rows(operand)[:5]
     codes = operand.format.unpack(codes, k)
     made = sm90_tiles.pack(codes, scales, operand.format.name, spread)
     spec = spec.replace("@rows", f"@sm90:{spread}")

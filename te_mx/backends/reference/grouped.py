@@ -30,8 +30,7 @@ from te_mx.dispatch.kernels import Wants
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.base import Parts
-from te_mx.layouts.operand import Operand, Quantized, Stack, turned
+from te_mx.layouts.operand import Operand, Quantized, Stack, stacked, turned
 
 
 def _bounds(groups: Groups, rows: int) -> Bounds | None:
@@ -111,11 +110,15 @@ def _part(what: QuantizeGroups, start: int, end: int) -> Quantize:
     return Quantize(x, row, col, rule, what.col_sum, seed=what.seed, first=start)
 
 
-def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:
-    """Codes and scales of tokens in groups, all 0."""
+def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Operand:
+    """Tokens in groups, codes and scales all 0, tensor scales 1."""
     fmt, layout = spec_of(spec)
     codes, scales = layout.grouped_empty(fmt, rows, k, groups, x.device)
-    return codes.zero_(), scales.zero_()
+    whole = None
+    if fmt.tensor_scaled:
+        shape = fmt.tensor_scale_shape(rows) or (groups,)
+        whole = x.new_ones(shape, dtype=torch.float32)
+    return Operand(codes.zero_(), scales.zero_(), spec, rows, k, None, whole)
 
 
 def _by_groups(what: QuantizeGroups, bounds: Bounds) -> Quantized:
@@ -124,9 +127,9 @@ def _by_groups(what: QuantizeGroups, bounds: Bounds) -> Quantized:
     (rows, cols), groups, x = what.x.shape, len(bounds.ends), what.x
     row = col = sums = None
     if what.row:
-        row = Operand(*_zeroed(x, what.row, rows, cols, groups), what.row, rows, cols)
+        row = _zeroed(x, what.row, rows, cols, groups)
     if what.col:
-        col = Operand(*_zeroed(x, what.col, cols, rows, groups), what.col, cols, rows)
+        col = _zeroed(x, what.col, cols, rows, groups)
     if what.col_sum:
         sums = x.new_zeros((groups, cols), dtype=torch.float32)
     for i, (start, end) in enumerate(zip(*bounds, strict=True)):
@@ -136,6 +139,9 @@ def _by_groups(what: QuantizeGroups, bounds: Bounds) -> Quantized:
         for whole, part in ((row, made.row), (col, made.col)):
             if whole is not None and part is not None:
                 whole.layout.put_group(whole, part, start, end, i)
+                if whole.tensor_scale is not None and part.tensor_scale is not None:
+                    by_rows = whole.tensor_scale.dim() == 2
+                    whole.tensor_scale[slice(start, end) if by_rows else i] = part.tensor_scale
         if sums is not None and made.col_sum is not None:
             sums[i] = made.col_sum
     return Quantized(row, col, sums)
@@ -153,17 +159,6 @@ class QuantizeWeightsReference(Reference):
         row = stacked([one.row for one in made]) if what.row else None  # type: ignore[misc]
         col = stacked([one.col for one in made]) if what.col else None  # type: ignore[misc]
         return row, col
-
-
-def stacked(operands: list[Operand]) -> Stack:
-    """The operands of all groups, one behind the other."""
-    first = operands[0]
-    codes = torch.stack([one.codes for one in operands])
-    if first.scales.dtype == torch.int32 and codes.shape[-1] % 16:  # rows as far apart as packed
-        width = codes.shape[-1]
-        codes = torch.nn.functional.pad(codes, (0, -width % 16))[..., :width]
-    scales = torch.stack([one.scales for one in operands])
-    return Stack(codes, scales, first.spec, len(operands), first.rows, first.k)
 
 
 class ColumnsOfWeightsReference(Reference):

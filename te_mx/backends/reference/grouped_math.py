@@ -14,6 +14,7 @@ from torch import Tensor
 from te_mx.backends.reference import torch_gemm
 from te_mx.dispatch.grouped_calls import QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, inside_groups, scale_rows
+from te_mx.formats.nvfp4 import TensorScaledFormat
 from te_mx.formats.stochastic import random_bits
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
@@ -46,9 +47,17 @@ def quantize(what: QuantizeGroups, starts: Tensor, ends: Tensor) -> Quantized:
     row = col = None
     random = None if what.seed is None else random_bits(what.seed, rows, cols)
     if what.row:
-        keep = inside_groups(starts, ends, rows)[1].unsqueeze(1)
-        codes, scales = spec_of(what.row).format.quantize(x, what.rule, random)
-        row = Operand(codes * keep, torch.where(keep, scales, 0), what.row, rows, cols)
+        fmt = spec_of(what.row).format
+        group, inside = inside_groups(starts, ends, rows)
+        keep, whole = inside.unsqueeze(1), None
+        if isinstance(fmt, TensorScaledFormat) and not fmt.by_rows:
+            owner = torch.where(inside, group, groups)
+            codes, scales, whole = _by_groups(fmt, x, what.rule, random, owner[:, None], groups)
+        else:
+            codes, scales, *of_rows = fmt.quantize(x, what.rule, random)
+            whole = torch.where(keep, of_rows[0], 1.0) if of_rows else None
+        scales = torch.where(keep, scales, 0)
+        row = Operand(codes * keep, scales, what.row, rows, cols, None, whole)
     if what.col:
         fmt = spec_of(what.col).format
         position, _ = _padded_rows(starts, ends, rows, fmt.block)
@@ -59,12 +68,35 @@ def quantize(what: QuantizeGroups, starts: Tensor, ends: Tensor) -> Quantized:
             there = _pad(x.new_ones(rows, 1), position, room).view(-1, fmt.transform.size)
             padded = fmt.transform.apply(padded, there.bool().all(1))
             fmt = fmt.untransformed
-        codes, scales = fmt.quantize(padded, what.rule, across)
+        whole, owner = None, _owners(starts, ends, rows, fmt.block)
+        if isinstance(fmt, TensorScaledFormat):
+            of_blocks = torch.where(owner < 0, groups, owner)[None]
+            codes, scales, whole = _by_groups(fmt, padded, what.rule, across, of_blocks, groups)
+        else:
+            codes, scales = fmt.quantize(padded, what.rule, across)
         codes = torch.nn.functional.pad(fmt.unpack(codes, room).t(), (0, 0, 0, 1))
-        of_a_group = (_owners(starts, ends, rows, fmt.block) >= 0).unsqueeze(1)
-        scales = torch.where(of_a_group, scales.t(), 0).contiguous()
-        col = Operand(codes[position], scales, what.col, cols, rows)
+        scales = torch.where((owner >= 0).unsqueeze(1), scales.t(), 0).contiguous()
+        col = Operand(codes[position], scales, what.col, cols, rows, None, whole)
     return Quantized(row, col, col_sums_on_device(x, starts, ends) if what.col_sum else None)
+
+
+def _by_groups(
+    fmt: TensorScaledFormat, x: Tensor, rule: str, random: Tensor | None, owner: Tensor, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and tensor scales [groups] of x [rows, k], of which every row of blocks
+    [rows, 1], or column [1, blocks], has an owner: a group, or `groups` for none."""
+
+    def shared(amax: Tensor) -> Tensor:
+        down, across = (size == 1 for size in owner.shape)
+        amax = torch.nn.functional.pad(amax, (0, across, 0, down))  # 0 of nothing
+        of_owners = amax.amax([0] * down + [1] * across, keepdim=True)
+        room = amax.new_zeros(groups + 1)
+        room.scatter_reduce_(0, owner.flatten(), of_owners.flatten(), "amax")
+        return room[owner]
+
+    codes, scales, whole = fmt.quantize_parts(x, rule, random, shared)
+    made = whole.new_ones(groups + 1).index_put_((owner.flatten(),), whole.flatten())
+    return codes, scales, made[:-1]
 
 
 @torch.no_grad()
@@ -75,12 +107,18 @@ def gemm_rows(
     group, inside = inside_groups(starts, ends, len(out))
     result = torch.zeros_like(out)
     for g in range(rhs.groups):
-        value = torch_gemm.matmul(lhs, rhs.group(g))
+        value = torch_gemm.matmul(lhs._replace(tensor_scale=_own(lhs, g)), rhs.group(g))
         if bias is not None:
             value = value + bias[g].to(torch.float32)
         own = (inside & (group == g)).unsqueeze(1)
         result = torch.where(own, value.to(out.dtype), result)
     out.copy_(result)
+
+
+def _own(tokens: Operand, g: int) -> Tensor | None:
+    """The tensor scale of group g, or what scales every row."""
+    whole = tokens.tensor_scale
+    return whole[g] if whole is not None and whole.dim() == 1 else whole
 
 
 @torch.no_grad()
@@ -108,7 +146,8 @@ class _Padded(NamedTuple):
         own, side = (self.owner == g).unsqueeze(1), self.side
         codes = self.codes * own.repeat_interleave(side.format.block, 0)
         spec = side.spec.replace("@grouped_cols", "@cols")
-        return Operand(codes, torch.where(own, side.scales, 0), spec, side.rows, len(codes))
+        scales, whole = torch.where(own, side.scales, 0), _own(side, g)
+        return Operand(codes, scales, spec, side.rows, len(codes), None, whole)
 
 
 def _parts(side: Operand, starts: Tensor, ends: Tensor) -> _Padded:

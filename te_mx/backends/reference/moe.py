@@ -48,7 +48,11 @@ def _product(p: RoutedGemm, rows: Tensor, e: int, ran: Names) -> Tensor:
 def gathered(tokens: Operand, rows: Tensor) -> Operand:
     """Rows of an operand in layout "rows"."""
     codes, scales = tokens.codes.index_select(0, rows), tokens.scales.index_select(0, rows)
-    return tokens._replace(codes=codes, scales=scales, rows=len(rows), packed=None)
+    made = tokens._replace(codes=codes, scales=scales, rows=len(rows), packed=None)
+    whole = tokens.tensor_scale
+    if whole is None or whole.dim() == 0:
+        return made
+    return made._replace(tensor_scale=whole.index_select(0, rows))
 
 
 _I32 = torch.int32

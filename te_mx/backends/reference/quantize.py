@@ -31,8 +31,8 @@ def quantize(what: Quantize) -> Quantized:
 def _operand(x: Tensor, spec: str, rule: str, random: Tensor | None) -> Operand:
     fmt, layout = spec_of(spec)
     rows, k = x.shape
-    codes, scales = layout.pack(fmt, *fmt.quantize(x, rule, random), k)
-    return Operand(codes, scales, spec, rows, k)
+    codes, scales, *whole = fmt.quantize(x, rule, random)
+    return Operand(*layout.pack(fmt, codes, scales, k), spec, rows, k, None, *whole)
 
 
 class ReferenceQuantize(Reference):
@@ -57,7 +57,7 @@ class ReferenceConvert(Reference):
         fmt, layout = spec_of(operand.spec)
         rows = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
         codes, scales = spec_of(spec).layout.pack(fmt, *rows, operand.k)
-        return Operand(codes, scales, spec, operand.rows, operand.k)
+        return operand._replace(codes=codes, scales=scales, spec=spec, packed=None)
 
 
 class ReferenceRest(Reference, RestKernel):

@@ -57,12 +57,34 @@ def finish(
 
 
 def matmul(lhs: Operand, rhs: Operand) -> Tensor:
-    """fp32 lhs @ rhs^T, without an epilogue."""
+    """fp32 lhs @ rhs^T, without an epilogue. Tensor scales, multiplied by each other in fp32,
+    multiply the sums of what they leave, in fp32."""
+    sums = _matmul(lhs, rhs)
+    if lhs.tensor_scale is None and rhs.tensor_scale is None:
+        return sums
+    of_lhs, of_rhs = (sums.new_ones(()) if s is None else s for s in (lhs[6], rhs[6]))
+    return sums * (of_lhs * of_rhs.t())
+
+
+def _matmul(lhs: Operand, rhs: Operand) -> Tensor:
     if _has_factors(lhs) and _has_factors(rhs):
         return _factored_matmul(lhs, rhs)
+    if lhs.codes.is_cuda and (lhs.tensor_scale is not None or rhs.tensor_scale is not None):
+        return _narrow_matmul(lhs, rhs)
     if lhs.codes.device.type == "cpu" or not (_relates(lhs) and _relates(rhs)):
-        return torch.mm(_values(lhs).double(), _values(rhs).double().t()).to(_F32)
+        return torch.mm(_unscaled(lhs).double(), _unscaled(rhs).double().t()).to(_F32)
     return relative_matmul(lhs, rhs)
+
+
+def _narrow_matmul(lhs: Operand, rhs: Operand) -> Tensor:
+    """lhs @ rhs^T on a GPU, without tensor scales: products in bf16 where both sides are exact
+    there, else in fp32, and fp32 sums."""
+    narrow = all(side.unscaled_dtype == torch.bfloat16 for side in (lhs, rhs))
+    dtype = torch.bfloat16 if narrow else _F32
+    left, right = (side.unscaled(dtype).contiguous() for side in (lhs, rhs))
+    if narrow:
+        return torch.mm(left, right.t(), out_dtype=_F32)
+    return mm_without_tf32(left, right.t())
 
 
 def relative_matmul(lhs: Operand, rhs: Operand) -> Tensor:
@@ -106,10 +128,19 @@ def _codes_and_factors(operand: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _values(operand: Operand) -> Tensor:
-    """Exact values [rows, k], contiguous whatever the layout, so that every layout runs the same
-    torch.mm: fp64, but fp32 on devices without fast fp64."""
+    """Exact values [rows, k]: fp64, but fp32 on devices without fast fp64."""
+    return operand.values(_wide(operand))
+
+
+def _unscaled(operand: Operand) -> Tensor:
+    """The same without the tensor scale, contiguous whatever the layout, so that every layout runs
+    the same torch.mm."""
+    return operand.unscaled(_wide(operand)).contiguous()
+
+
+def _wide(operand: Operand) -> torch.dtype:
     wide = operand.codes.device.type == "cpu" or not operand.layout.exact
-    return operand.values(torch.float64 if wide else _F32).contiguous()
+    return torch.float64 if wide else _F32
 
 
 def _relates(operand: Operand) -> bool:

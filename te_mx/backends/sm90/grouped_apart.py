@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from te_mx.backends.reference.grouped import stacked
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.grouped import (
     HopperGemmRows,
@@ -25,7 +24,7 @@ from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.operand import Operand, Quantized, Stack, stacked
 
 NAME = "sm90_two_reads"
 MOST_BYTES = 1 << 30  # of decoded weights at a time

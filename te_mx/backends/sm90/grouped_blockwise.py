@@ -73,7 +73,7 @@ class BlockwiseQuantizeWeights(HopperQuantizeWeights):
 
 def _factors_of(stack: Stack) -> Stack:
     """Weights as the GEMM reads them; codes that lie by rows are not copied."""
-    codes, scales, spec, groups, rows, k, _ = stack
+    codes, scales, spec, groups, rows, k = stack[:6]
     fmt, layout = spec_of(spec)
     if layout is SM90_FACTORS:
         return stack
