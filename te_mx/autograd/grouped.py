@@ -12,15 +12,17 @@ stochastically: they draw once for all groups. Everything is read once, for all 
 quantize call for the tokens, one for the weights. Offsets travel as a tensor and are not looked at
 here, so nothing waits for a device. Operands are packed on the way out of the quantizer.
 
-Grouped linear layers group by group: for recipes whose backward pass is not three MXFP8 GEMMs,
-and in high precision where weight gradients have a place of their own.
+The MLPs of all groups, as the experts of a mixture are, are two such layers with an activation
+between them, in the same function:
 
-Shapes and parts as above, steps of one group as in autograd/linear_recipe.py. The weight
-gradients of all groups are one function of where they go, as of the grouped function.
+    h = x @ w1_g^T + bias1_g,  a = act(h),  y = a @ w2_g^T + bias2_g        groups of rows
+
+What lies between the products is quantized as it is computed: a, which is never written itself, and
+in backward the gradient of h. Of tokens on their way to experts (autograd/routing.py) the function
+takes x itself, and its rows are those of the route. Backward keeps h and the columns of x; or x
+itself, where codes of as many rows as a token has are more. Columns of a it makes again, of h.
 
 A grouped layer of no groups: what a rank runs that has none of the experts.
-
-The parameters of all groups and their gradients.
 
 The steps of grouped linear layers that read the recipe: in which forms tokens and weights are
 quantized, and weights that stand still.
@@ -30,8 +32,7 @@ Grouped linear layers in high precision: what a GroupedLinear is outside of te_m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,46 +40,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import (
-    Epilogue,
-    Forms,
-    Made,
-    Operand,
-    Stack,
-    convert_2d,
-    gemm_2d,
-    quantize_2d,
-    quantized,
-)
-from te_mx._ops.grouped_gemm import (
-    gemm_k,
-    gemm_k_into,
-    gemm_rows,
-    kept_stack,
-    on_device,
-)
+from te_mx._ops import Epilogue, Forms, Made, Operand, Quantized, Stack, gemm_2d
+from te_mx._ops.grouped_fused import act_quantize_grouped
+from te_mx._ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, kept_stack, on_device
 from te_mx._ops.grouped_quantize import (
     columns_of_weights,
     quantize_grouped,
     quantize_weights,
     weight_columns,
 )
-from te_mx.autograd import high_precision, linear_recipe, weight_parts
-from te_mx.autograd.grad_target import (
-    INPUT,
-    OUTPUT_GRADIENT,
-    GroupedWgrad,
-    Reads,
-    WeightGradient,
-    Wgrad,
+from te_mx.autograd import weight_parts
+from te_mx.autograd.grad_target import INPUT, GroupedWgrad, Reads, WeightGradient, Wgrad
+from te_mx.autograd.grouped_loop import (
+    GroupedCall,
+    gradients_of,
+    one_by_one,
+    split_parts,
 )
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,
-    KeptWeight,
     at_rest,
     by_steps,
     columns_now,
+    makes_again,
     mode_of,
     needs_columns,
     new_seed,
@@ -88,22 +73,12 @@ from te_mx.autograd.linear_recipe import (
     same_weight,
     widens,
 )
-from te_mx.autograd.node import (
-    outputs,
-    place,
-    run_backward,
-    tag_of,
-)
-from te_mx.autograd.saved import (
-    NOTHING,
-    Kept,
-    flatten,
-    shaped,
-    unflatten,
-)
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.autograd.node import outputs, place, run_backward, tag_of
+from te_mx.autograd.routing import Route, rows_of, sum_of_rows
+from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, unflatten
+from te_mx.dispatch.fused import Activation, ActStep, Target
+from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, readable
-from te_mx.layouts import spec_of
 from te_mx.recipes.settings import Settings
 
 
@@ -136,25 +111,6 @@ class NoGroups(torch.autograd.Function):
 
             made[1] = ctx.sink.take(Wgrad(run, ()), dtype)
         return (*made, None, None)
-
-
-def split_parts(
-    parts: Sequence[Tensor], has_bias: bool
-) -> tuple[list[Tensor] | Tensor, Tensor | None]:
-    """(the weight of every group, or all in one [G, N, K]; biases [G, N] or None)."""
-    if parts[0].dim() == 3:
-        return parts[0], parts[1] if has_bias else None
-    count = len(parts) // 2 if has_bias else len(parts)
-    return list(parts[:count]), weight_parts.stack(parts[count:]) if has_bias else None
-
-
-def gradients_of(
-    grad: Tensor | None, needed: Sequence[bool], stacked: bool
-) -> tuple[Tensor | None, ...]:
-    """The gradient of all groups as those of the parameters that need one."""
-    if grad is None or stacked:
-        return tuple(grad if need else None for need in needed)
-    return tuple(g if need else None for g, need in zip(grad.unbind(0), needed, strict=False))
 
 
 def col_sums(x: Tensor, groups: Groups) -> Tensor:
@@ -333,67 +289,6 @@ def _grouped_mm(
     return torch.where(inside, out, 0)
 
 
-_PARTS = 3  # arguments of the autograd function before the parameters
-
-
-class GroupedCall(NamedTuple):
-    """What one call fixes. `kept` stands in for quantizing the weights; `tag` and `save_x` are as
-    for autograd.linear.Call; `sink` takes the weight gradients."""
-
-    capacity: int
-    settings: Settings
-    out_dtype: torch.dtype
-    has_bias: bool
-    kept: KeptWeights | None = None
-    tag: int = -1
-    save_x: bool = False
-    sink: WeightGradient | None = None
-
-
-class GroupedLinearFunction(torch.autograd.Function):
-    """y = grouped x @ w_g^T + bias_g; gradients have the dtypes of what they belong to.
-
-    `parts` are the weights and then the biases: G of each, or one stacked tensor of each.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, offs: Tensor, call: GroupedCall, *parts: Tensor
-    ) -> tuple[Tensor, ...]:
-        weights, bias = split_parts(parts, call.has_bias)
-        count = len(parts) // 2 if call.has_bias else len(parts)
-        need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
-        need_dw, settings = any(need[:count]), call.settings
-        form = GroupForms.of(x, weights[0], settings)
-        there = on_device(offs, form.x.row, x)  # once for all ops
-        groups = Groups(there, call.capacity)
-        columns = need_dw and not call.save_x
-        q = quantize_grouped(
-            flatten(x), groups, form.x.row, form.x.col if columns else "", rule=form.rule
-        )
-        w_row, w_col = weights_of(weights, form, call, need_dx)
-        assert q.row is not None
-        y_RN = gemm_rows(
-            q.row, w_row, groups, bias=bias, out_dtype=call.out_dtype, tag=call.tag,
-            mode=mode_of(settings),
-        )  # fmt: skip
-        if form.one_copy:
-            w_col = w_row  # its columns are made in backward
-        ctx.weights, w_saved = kept_for_dgrad(w_col, parts[:count], need_dx)
-        x_kept = NOTHING
-        if need_dw:
-            x_kept = Kept.itself(x) if q.col is None else Kept.operand(q.col)
-        ctx.x_kept, ctx.form, ctx.call, ctx.x_shape = x_kept.beside, form, call, x.shape
-        ctx.count, ctx.stacked, ctx.sinks = count, parts[0].dim() == 3, (call.sink,)
-        ctx.dtypes = x.dtype, parts[0].dtype, parts[-1].dtype
-        saved = offs, there, *x_kept.tensors, *w_saved
-        return outputs(ctx, saved, unflatten(y_RN, x))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx.GroupedLinear", ctx, *grads)
-
-
 def weights_of(
     weights: Sequence[Tensor] | Tensor, form: GroupForms, call: GroupedCall, need_dx: bool
 ) -> tuple[Stack, Stack | None]:
@@ -406,72 +301,226 @@ def weights_of(
     return quantize_weights(weights, form.w.row, col, rule=form.rule)
 
 
-def kept_for_dgrad(
-    operand: Stack | None, weights: Sequence[Tensor], need_dx: bool
-) -> tuple[Stack | None, Sequence[Tensor | None]]:
-    """What dgrad needs of the weights, without tensors, and the tensors: an operand's, or the
-    weights themselves."""
-    if not need_dx:
-        return None, ()
-    if operand is None:
-        return None, weights
-    codes, scales, packed = operand.codes, operand.scales, operand.packed
-    return operand._replace(codes=None, scales=None, packed=None), (codes, scales, packed)  # type: ignore[arg-type]
+_ARGUMENTS = 8  # of the autograd function before the parameters
 
 
-def for_dgrad(ctx: Any, saved: tuple[Tensor, ...]) -> Stack:
-    """The columnwise operand of what was kept."""
-    form = ctx.form
-    if ctx.weights is None:
-        weights = saved[0] if ctx.stacked else saved
-        return weight_columns(weights, form.w.col, rule=form.w_col_rule)
-    codes, scales, packed = saved
-    kept = ctx.weights._replace(codes=codes, scales=scales, packed=packed)
-    return columns_of_weights(kept, form.w.col, form.w_col_rule) if form.one_copy else kept
+class _Need(NamedTuple):
+    """Which gradients a layer makes: of its input, its weights, its biases."""
+
+    dx: bool
+    dw: tuple[bool, ...]
+    db: tuple[bool, ...]
+
+
+class _Layer(NamedTuple):
+    """What backward is told of one of the layers, beside tensors."""
+
+    call: GroupedCall
+    form: GroupForms
+    need: _Need
+    stacked: bool
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the weights and of the biases, if there are any
+    weights: Stack | None = None  # without tensors; None: the weights themselves are kept
+    input: Kept = NOTHING
+    tensors: int = 0  # that were kept of the weights
+
+    @classmethod
+    def of(
+        cls, x: Tensor, call: GroupedCall, parts: Sequence[Tensor], needs: Sequence[bool], dx: bool
+    ) -> _Layer:
+        count = len(parts) // 2 if call.has_bias else len(parts)
+        form = GroupForms.of(x, parts[0] if parts[0].dim() == 2 else parts[0][0], call.settings)
+        need = _Need(dx, tuple(needs[:count]), tuple(needs[count:]))
+        return cls(call, form, need, parts[0].dim() == 3, (parts[0].dtype, parts[-1].dtype))
+
+    def columns(self) -> str:
+        """In which form the weight gradient reads the input."""
+        return self.form.x.col if any(self.need.dw) else ""
+
+    def forward(
+        self, x: Quantized, parts: Sequence[Tensor], groups: Groups, itself: Tensor | None = None
+    ) -> tuple[Tensor, _Layer, list[Tensor | None]]:
+        """(y, what backward is told, the tensors that it keeps: of the input, unless its columns
+        are made again, then of the weights). itself: the input, if that is kept."""
+        weights, bias = split_parts(parts, self.call.has_bias)
+        row, col = weights_of(weights, self.form, self.call, self.need.dx)
+        assert x.row is not None
+        y_RN = gemm_rows(
+            x.row, row, groups, bias=bias, out_dtype=self.call.out_dtype, tag=self.call.tag,
+            mode=mode_of(self.call.settings),
+        )  # fmt: skip
+        held = row if self.form.one_copy else col  # of one copy backward makes the columns
+        stack: Any = None
+        tensors: Sequence[Tensor | None] = parts[: len(self.need.dw)] if self.need.dx else ()
+        if self.need.dx and held is not None:
+            tensors = held.codes, held.scales, held.packed
+            stack = held._replace(codes=None, scales=None, packed=None)  # type: ignore[arg-type]
+        kept = Kept.itself(itself) if x.col is None else Kept.operand(x.col)
+        told = self._replace(weights=stack, input=kept.beside, tensors=len(tensors))
+        return y_RN, told, [*kept.tensors, *tensors]
+
+    def target(self) -> Target:
+        """What the gradient of the result is quantized to, without a seed."""
+        form, need = self.form, self.need
+        return Target(form.g.row if need.dx else "", form.g.col if any(need.dw) else "",
+                      form.g_rule, any(need.db))  # fmt: skip
+
+    def dgrad(
+        self, g_row: Operand | None, saved: Sequence[Tensor], groups: Groups, dtype: torch.dtype
+    ) -> Tensor:
+        """The gradient of the input; saved: what was kept of the weights."""
+        assert g_row is not None
+        form = self.form
+        if self.weights is None:
+            given = saved[0] if self.stacked else saved
+            w = weight_columns(given, form.w.col, rule=form.w_col_rule)
+        else:
+            codes, scales, packed = saved
+            w = self.weights._replace(codes=codes, scales=scales, packed=packed)
+            if form.one_copy:
+                w = columns_of_weights(w, form.w.col, form.w_col_rule)
+        return gemm_rows(
+            g_row, w, groups, out_dtype=dtype, tag=tag_of(self.call.tag, DGRAD),
+            mode=mode_of(self.call.settings),
+        )  # fmt: skip
+
+    def gradients(
+        self, g: Quantized, saved: Sequence[Tensor], again: Quantized | None, groups: Groups
+    ) -> tuple[Tensor | None, ...]:
+        """Those of the parameters; saved: what was kept of the input; again: its columns, where
+        they were made again."""
+        dw = db = None
+        if any(self.need.dw):
+            assert g.col is not None
+            kept = self.input.with_tensors(tuple(saved))  # type: ignore[arg-type]
+            if again is not None and again.col is not None:
+                kept = Kept.operand(again.col)
+            wgrad = wgrad_of(kept, g.col, groups, self.call, self.form, self.stacked)
+            dw = place(self.call.sink, wgrad, self.dtypes[0])
+            if dw is not None and not self.stacked:
+                dw = dw.unflatten(0, (len(self.need.dw), -1))
+        if g.col_sum is not None and any(self.need.db):
+            db = g.col_sum.to(self.dtypes[1])
+        return (
+            *gradients_of(dw, self.need.dw, self.stacked),
+            *gradients_of(db, self.need.db, self.stacked),
+        )
+
+
+class GroupedFunction(torch.autograd.Function):
+    """y [R, N] of x [..., K]: one layer, or two and an activation. Gradients have the dtypes of
+    what they belong to. order, place: of a Route of top_k rows a token, or None; parts: the
+    parameters of the first layer, `split` of them, and of the second: weights and then biases, G of
+    each, or one stacked tensor of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, offs: Tensor, order: Tensor | None, place_of: Tensor | None,
+        top_k: int, calls: tuple[GroupedCall, ...], act: Activation | None, split: int,
+        *parts: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        need_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
+        first = _Layer.of(x, calls[0], parts[:split], needs[:split], need_dx)
+        layers: tuple[_Layer, ...] = (first,)
+        a_again, keeps_x, itself = False, False, None
+        if act is not None:
+            need_da = need_dx or any(needs[:split])
+            layers = first, _Layer.of(x, calls[1], parts[split:], needs[split:], need_da)
+            # Not in compiled code, for the reason of makes_again.
+            keeps_x = order is not None and top_k >= x.element_size() and any(first.need.dw)
+            keeps_x = keeps_x and not torch.compiler.is_compiling()
+            a_again = need_da and makes_again(calls[1].settings)
+        elif first.call.save_x and any(first.need.dw):
+            itself = x
+        there = on_device(offs, first.form.x.row, x)  # once for all ops
+        y_RN, layers, saved = _run(
+            _rows(x, order, top_k), Groups(there, calls[0].capacity), layers, act, parts, split,
+            keeps_x, a_again, itself,
+        )  # fmt: skip
+        ctx.layers, ctx.act, ctx.x_like, ctx.top_k = layers, act, (x.shape, x.dtype), top_k
+        ctx.sinks, ctx.capacity = [call.sink for call in calls], calls[0].capacity
+        kept_x = x if keeps_x else None
+        y = unflatten(y_RN, x) if order is None else y_RN
+        return outputs(ctx, [offs, there, order, place_of, kept_x, *saved], y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        owner = "te_mx.GroupedLinear" if ctx.act is None else "te_mx: experts"
+        return run_backward(_backward, owner, ctx, *grads)
+
+
+def _rows(x: Tensor, order: Tensor | None, top_k: int) -> Tensor:
+    return flatten(x) if order is None else rows_of(x, order, top_k)
+
+
+def _run(
+    x_RK: Tensor, groups: Groups, layers: tuple[_Layer, ...], act: Activation | None,
+    parts: Sequence[Tensor], split: int, x_again: bool = False, a_again: bool = False,
+    itself: Tensor | None = None,
+) -> tuple[Tensor, tuple[_Layer, ...], list[Tensor | None]]:  # fmt: skip
+    """x_again, a_again: backward makes these columns; itself: of what it has."""
+    first, *others = layers
+    form, col = first.form, "" if x_again or itself is not None else first.columns()
+    q = quantize_grouped(x_RK, groups, form.x.row, col, rule=form.rule)
+    del x_RK  # which nobody else may hold
+    h_RN, first, saved = first.forward(q, parts[:split], groups, itself)
+    if act is None:
+        return h_RN, (first,), [None, *saved]
+    (second,) = others
+    form, col = second.form, "" if a_again else second.columns()
+    target = Target(form.x.row, col, form.rule)
+    a = act_quantize_grouped(ActGroups(ActStep(h_RN, None, act, h_RN.dtype, False, target), groups))
+    y_RN, second, more = second.forward(a, parts[split:], groups)
+    return y_RN, (first, second), [h_RN if second.need.dx else None, *saved, *more]
 
 
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
-    count, call, form = ctx.count, ctx.call, ctx.form
-    need_dw, need_db = need[:count], need[count:]
-    host_offs, offs = tensors[:2]
-    tag, mode = call.tag, mode_of(call.settings)
-    groups = Groups(offs.contiguous(), call.capacity)
-    x_dtype, w_dtype, b_dtype = ctx.dtypes
-    g_RN = flatten(grad)
-    dx = dw = db = None
-    if not (need_dx or any(need_dw)):
-        db = col_sums(g_RN, Groups(host_offs, call.capacity)).to(b_dtype)
-        grads = *gradients_of(None, need_dw, ctx.stacked), *gradients_of(db, need_db, ctx.stacked)
-        return (None,) * _PARTS + grads
-
-    q = quantize_grouped(
-        g_RN, groups, form.g.row if need_dx else "", form.g.col if any(need_dw) else "",
-        rule=form.g_rule, col_sum=any(need_db), seed=new_seed(g_RN.device, form.g_rule),
+    first, last = ctx.layers[0], ctx.layers[-1]
+    host_offs, offs, order, place_of, x, h_RN, *rest = tensors
+    groups, g_RN = Groups(offs.contiguous(), ctx.capacity), flatten(grad)
+    end = 3 + first.tensors
+    x_saved, w1_saved, a_saved, w2_saved = (
+        rest[:3], rest[3:end], rest[end : end + 3], rest[end + 3 :],
     )  # fmt: skip
-    if need_dx:
-        assert q.row is not None
-        dx_RK = gemm_rows(
-            q.row,
-            for_dgrad(ctx, tensors[5:]),
-            groups,
-            out_dtype=x_dtype,
-            tag=tag_of(tag, DGRAD),
-            mode=mode,
+    row, col, rule, sums, _ = last.target()
+    g: Quantized | None
+    if row or col:
+        g = quantize_grouped(
+            g_RN, groups, row, col, rule=rule, col_sum=sums, seed=new_seed(g_RN.device, rule)
         )
-        dx = shaped(dx_RK, ctx.x_shape)
-    if any(need_dw):
-        # A function of where the result goes, because a sink may run it later or into main_grad.
-        assert q.col is not None
-        x_kept = ctx.x_kept.with_tensors(tensors[2:5])
-        wgrad = wgrad_of(x_kept, q.col, groups, call, form, ctx.stacked)
-        dw = place(ctx.sinks[0], wgrad, w_dtype)
-        if dw is not None and not ctx.stacked:
-            dw = dw.unflatten(0, (count, dw.shape[0] // count))
-    if q.col_sum is not None:
-        db = q.col_sum.to(b_dtype)
-    grads = *gradients_of(dw, need_dw, ctx.stacked), *gradients_of(db, need_db, ctx.stacked)
-    return (dx,) + (None,) * (_PARTS - 1) + grads
+    else:
+        g = Quantized(None, None, col_sums(g_RN, Groups(host_offs, ctx.capacity)))
+    dx = a = None
+    mine: tuple[Tensor | None, ...] = (None,) * (len(first.need.dw) + len(first.need.db))
+    theirs: tuple[Tensor | None, ...] = ()
+    if ctx.act is not None:
+        if last.columns() and not last.input.spec:
+            target = Target("", last.columns(), last.form.rule)
+            step = ActStep(h_RN, None, ctx.act, h_RN.dtype, False, target)
+            a = act_quantize_grouped(ActGroups(step, groups))
+        theirs = last.gradients(g, a_saved, a, groups)
+        del a
+        da_RN = last.dgrad(g.row, w2_saved, groups, h_RN.dtype) if last.need.dx else None
+        g = None
+        if da_RN is not None:
+            target = first.target()
+            target = target._replace(seed=new_seed(g_RN.device, target.rule))
+            step = ActStep(h_RN, da_RN, ctx.act, h_RN.dtype, False, target)
+            g = act_quantize_grouped(ActGroups(step, groups))
+            del da_RN, step
+    if g is not None:
+        if first.need.dx:
+            dx = first.dgrad(g.row, w1_saved, groups, ctx.x_like[1])
+            dx = (
+                shaped(dx, ctx.x_like[0]) if order is None else sum_of_rows(dx, place_of, ctx.top_k)
+            )
+        again = None
+        if x is not None:
+            rows = rows_of(x, order, ctx.top_k)
+            again = quantize_grouped(rows, groups, col=first.columns(), rule=first.form.rule)
+            del rows
+        mine = first.gradients(g, x_saved, again, groups)
+    return dx, *(None,) * (_ARGUMENTS - 1), *mine, *theirs
 
 
 def wgrad_of(
@@ -533,14 +582,9 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
     settings = call.settings
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if not by_steps(settings):
-            bounds = bounds_of(offs, call.capacity, flatten(x).shape[0])
-            still = None if call.kept is None else (call.kept.row, call.kept.col)
-            loop = Call(
-                bounds, still, settings, call.out_dtype, call.tag, call.save_x, call.sink,
-                call.has_bias,
-            )  # fmt: skip
-            return GroupedLoopFunction.apply(x, loop, *parts)[0]
-        return GroupedLinearFunction.apply(x, offs, call, *parts)[0]
+            return one_by_one(x, offs, parts, call)
+        given = x, offs, None, None, 1, (call,), None, len(parts)
+        return GroupedFunction.apply(*given, *parts)[0]
     weights, bias = split_parts(parts, call.has_bias)
     form = GroupForms.of(x, weights[0], settings)
     row, _ = weights_of(weights, form, call, False)
@@ -578,195 +622,33 @@ def infer(
     return unflatten(y_RN, x)
 
 
-_ARGUMENTS = 2  # of the autograd function before the parameters
-
-
-class Call(NamedTuple):
-    """What one call fixes. `settings` None runs in high precision; `kept` are the operands of
-    weights that stand still, for fprop and perhaps for dgrad."""
-
-    bounds: Sequence[tuple[int, int]]
-    kept: tuple[Stack, Stack | None] | None
-    settings: Settings | None
-    out_dtype: torch.dtype
-    tag: int
-    save_x: bool
-    sink: WeightGradient | None
-    has_bias: bool
-
-
-def bounds_of(offs: Tensor, capacity: int, rows: int) -> list[tuple[int, int]]:
-    """(start, end) of every group.
-
-    Raises:
-        NotImplementedError: only the device knows them, or code is being compiled.
-    """
-    if not readable(offs):
-        raise NotImplementedError(
-            "te_mx.GroupedLinear: this recipe's backward runs group by group, which needs m_splits "
-            "as a list or on the CPU, and no torch.compile; got splits that the host does not know"
-        )
-    return list(zip(*host_bounds(offs, capacity, rows), strict=True))
-
-
-class GroupedLoopFunction(torch.autograd.Function):
-    """y of x [..., K]; gradients have the dtypes of what they belong to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call, *parts: Tensor) -> tuple[Tensor, ...]:
-        weights, biases = split_parts(parts, call.has_bias)
-        count = len(parts) // 2 if call.has_bias else len(parts)
-        need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
-        need_dw, x_RK = any(need[:count]), flatten(x)
-        made, saved, beside = [], [], []
-        for i, (start, end) in enumerate(call.bounds):
-            bias = None if biases is None else biases[i]
-            group = _fprop(x_RK[start:end], weights[i], bias, i, call, need_dx, need_dw)
-            made.append(group[0])
-            saved += [*group[1].tensors, *group[2].tensors]
-            beside.append((group[1].beside, group[2].beside))
-        ctx.call, ctx.kept, ctx.x_like = call, beside, (x.shape, x.dtype)
-        ctx.sinks = (call.sink,)
-        ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
-        return outputs(ctx, saved, unflatten(_gathered(made, call.bounds, x_RK.shape[0]), x))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_loop_backward, "te_mx.GroupedLinear", ctx, *grads)
-
-
-def _fprop(
-    x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, i: int, call: Call, need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor, Kept, Kept]:  # fmt: skip
-    """y of one group, and what is kept of x and of w."""
-    settings = call.settings
-    if settings is None:
-        y = torch.nn.functional.linear(x_MK, w_NK, bias)
-        x_kept = Kept.itself(x_MK) if need_dw else NOTHING
-        return y, x_kept, Kept.itself(w_NK) if need_dx else NOTHING
-    plan = linear_recipe.plan_input(x_MK.device, settings, need_dw, call.save_x)
-    kept = None
-    if call.kept is not None:
-        row, col = call.kept
-        kept = KeptWeight(settings, row.group(i), None if col is None else col.group(i))
-    w_row, w_col = linear_recipe.weight_operands(kept, w_NK, settings, need_dx)
-    q = quantized(x_MK, plan.target)
-    assert q.row is not None
-    y = linear_recipe.fprop(q.row, w_row, bias, settings, call.out_dtype, call.tag)
-    w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, w_NK, settings, need_dx)
-    return y, plan.kept(q, x_MK, need_dw), w_kept
-
-
-def _gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) -> Tensor:
-    """The rows of all groups, and zeros for rows of no group."""
-    parts, at = [], 0
-    for part, (start, end) in zip(made, bounds, strict=True):
-        parts += [part.new_zeros((start - at, part.shape[1])), part]
-        at = end
-    return torch.cat([*parts, made[-1].new_zeros((rows - at, made[-1].shape[1]))])
-
-
-def _loop_backward(
-    ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    call, dtypes = ctx.call, ctx.dtypes
-    need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
-    count = len(dtypes) // 2 if call.has_bias else len(dtypes)
-    need_dw, need_db = any(need[:count]), any(need[count:])
-    g_RN = flatten(grad)
-    rounded = _rounded(g_RN, call) if need_dx else None
-    dx_groups: list[Tensor] = []
-    wgrads: list[Wgrad] = []
-    sums: list[Tensor] = []
-    sixes = (tensors[i : i + 6] for i in range(0, len(tensors), 6))
-    for (start, end), (x_kept, w_kept), saved in zip(call.bounds, ctx.kept, sixes, strict=True):
-        x_kept, w_kept = x_kept.with_tensors(saved[:3]), w_kept.with_tensors(saved[3:])
-        g_MN = g_RN[start:end]
-        dx_dtype = ctx.x_like[1]
-        if call.settings is None:
-            if need_dx:
-                dx_groups.append(high_precision.dgrad(g_MN, saved[3], dx_dtype))
-            reads = (INPUT, saved[0]), (OUTPUT_GRADIENT, g_MN)
-            wgrads.append(Wgrad(partial(high_precision.wgrad, g_MN, saved[0]), reads))
-            if need_db:
-                sums.append(high_precision.bias_gradient(g_MN, dtypes[-1]))
-            continue
-        codes_here = need_dx and rounded is None
-        gradient = linear_recipe.quantized_gradient(
-            g_MN, call.settings, codes_here, need_dw, need_db
-        )
-        if rounded is not None:
-            row = rounded(start, end)
-            gradient = gradient._replace(q=gradient.q._replace(row=row))
-        if need_dx:
-            tag = tag_of(call.tag, DGRAD)
-            made = linear_recipe.dgrad(gradient, w_kept, call.settings, dx_dtype, tag)
-            dx_groups.append(made.out)
-        if need_dw:
-            tag = tag_of(call.tag, WGRAD)
-            wgrads.append(linear_recipe.wgrad(gradient, x_kept, call.settings, tag))
-        if need_db:
-            sums.append(gradient.q.col_sum)  # type: ignore[arg-type]
-
-    dx = None
-    if need_dx:
-        dx = shaped(_gathered(dx_groups, call.bounds, g_RN.shape[0]), ctx.x_like[0])
-    dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
-    if dw is not None and not ctx.stacked:
-        dw = dw.unflatten(0, (count, dw.shape[0] // count))
-    db = torch.stack(sums).to(dtypes[-1]) if need_db else None
-    weights = gradients_of(dw, need[:count], ctx.stacked)
-    return dx, None, *weights, *gradients_of(db, need[count:], ctx.stacked)
-
-
-def _rounded(g_RN: Tensor, call: Call) -> Callable[[int, int], Operand] | None:
-    """Rowwise codes of the gradient of some tokens, (start, end), where they are rounded
-    stochastically: all tokens share one draw, as they do where groups run together. Else None."""
-    if call.settings is None:
-        return None
-    target, _ = linear_recipe.plan_gradient(g_RN.device, call.settings, True, False, False)
-    if target.seed is None:
-        return None
-    fmt = spec_of(target.row).format.name
-    row = quantize_2d(g_RN, f"{fmt}@rows", rule=target.rule, seed=target.seed).row
-    assert row is not None
-
-    def of(start: int, end: int) -> Operand:
-        part = row._replace(
-            codes=row.codes[start:end], scales=row.scales[start:end], rows=end - start
-        )
-        return convert_2d(part, target.row)
-
-    return of
-
-
-def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
-    """The weight gradients of all groups: [G, N, K], or [G * N, K] for separate weights."""
-
-    def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        if out is None:
-            made = torch.stack([each(None, dtype, False) for each in wgrads])
-            return made if stacked else made.flatten(0, 1)
-        for each, place_of in zip(wgrads, out.view(len(wgrads), -1, out.shape[-1]), strict=True):
-            each(place_of, dtype, accumulate)
-        return out
-
-    reads = tuple(read for each in wgrads for read in each.reads)
-    return GroupedWgrad(
-        run, reads, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate)
+def runs(calls: tuple[GroupedCall, GroupedCall], x: Tensor, first: Sequence[Tensor]) -> bool:
+    """Whether two layers, and an activation between them, are one function. first: the parameters
+    of the first one. Not where backward is no products of quantized operands, and not where the
+    first layer has gradients of biases alone."""
+    count = len(first) // 2 if calls[0].has_bias else len(first)
+    biases = any(p.requires_grad for p in first[count:])
+    others = x.requires_grad or any(p.requires_grad for p in first[:count])
+    return all(by_steps(call.settings) and not call.save_x for call in calls) and (
+        others or not biases or not torch.is_grad_enabled()
     )
 
 
-def high_precision_loop(
-    x: Tensor,
-    offs: Tensor,
-    capacity: int,
-    parts: Sequence[Tensor],
-    has_bias: bool,
-    sink: WeightGradient,
-) -> Tensor:
-    """x [..., K] -> [..., N] by nn.functional.linear, with weight gradients that go to `sink`."""
-    bounds = bounds_of(offs, capacity, flatten(x).shape[0])
-    call = Call(bounds, None, None, x.dtype, -1, False, sink, has_bias)
-    return GroupedLoopFunction.apply(x, call, *parts)[0]
+def grouped_mlp(
+    x: Tensor, offs: Tensor, calls: tuple[GroupedCall, GroupedCall], act: Activation,
+    parts: tuple[Sequence[Tensor], Sequence[Tensor]], to: Route | None = None,
+) -> Tensor:  # fmt: skip
+    """x [..., K] -> [..., N], differentiable; of tokens x [T, K] on a route, [R, N]. parts: the
+    parameters of each layer, as those of grouped_linear; offs: end offsets of the groups."""
+    given = *parts[0], *parts[1]
+    split = len(parts[0])
+    order, back, top_k = (None, None, 1) if to is None else (to.order, to.place, to.top_k)
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in given)):
+        return GroupedFunction.apply(x, offs, order, back, top_k, calls, act, split, *given)[0]
+    layers = tuple(
+        _Layer.of(x, call, own, [False] * len(own), False)
+        for call, own in zip(calls, parts, strict=True)
+    )
+    groups = Groups(on_device(offs, layers[0].form.x.row, x), calls[0].capacity)
+    y_RN = _run(_rows(x, order, top_k), groups, layers, act, given, split)[0]
+    return unflatten(y_RN, x) if to is None else y_RN

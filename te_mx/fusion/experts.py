@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_mx.autograd import grouped_mlp
+from te_mx.autograd import grouped
 from te_mx.autograd.routing import Route
 from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import Activation
@@ -155,9 +155,9 @@ class ExpertsModule(OfGroups, LayerInPlace):
         groups = Groups(to.offs)
         call, parts = read.grouped_call(self, first, x_TK, groups, held, settings, None)
         other, others = read_last.grouped_call(self, last, like, groups, held_last, settings, None)
-        if not grouped_mlp.runs((call, other), x_TK, parts):
+        if not grouped.runs((call, other), x_TK, parts):
             return None
-        return grouped_mlp.grouped_mlp(x_TK, to.offs, (call, other), gate, (parts, others), to)
+        return grouped.grouped_mlp(x_TK, to.offs, (call, other), gate, (parts, others), to)
 
     def _read(
         self, x_RK: Tensor, key: str, bias_EN: Tensor | None, settings: Settings

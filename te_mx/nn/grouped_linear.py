@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.autograd import weight_parts
-from te_mx.autograd.grouped import Groups, NoGroups, grouped_plain, high_precision_loop
+from te_mx.autograd.grouped import GroupedCall, Groups, NoGroups, grouped_plain, one_by_one
 from te_mx.autograd.saved import flatten
 from te_mx.context.region import output_dtype
 from te_mx.dispatch.groups import INDEX_DTYPES, readable
@@ -311,7 +311,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             y = grouped_plain(flatten(inp), groups, weights, each)
             out = y.view(*inp.shape[:-1], y.shape[1])
         else:
-            out = high_precision_loop(inp, *groups, (*held, *added), len(added) > 0, sink)
+            call = GroupedCall(groups.capacity, None, inp.dtype, len(added) > 0, sink=sink)
+            out = one_by_one(inp, groups.offs, (*held, *added), call)
         return (out, self._returned(biases)) if self.return_bias else out
 
     # ----------------------------------------------------------------------------- checks and names

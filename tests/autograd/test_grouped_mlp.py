@@ -11,8 +11,7 @@ from torch import Tensor
 
 import te_mx
 from te_mx.autograd.activation import activation
-from te_mx.autograd.grouped import GroupedCall, grouped_linear
-from te_mx.autograd.grouped_mlp import grouped_mlp, runs
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_mlp, runs
 from te_mx.autograd.linear_recipe import makes_again
 from te_mx.autograd.routing import route, take_rows
 from te_mx.dispatch.fused import Activation

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import grouped_quantize
-from te_mx.autograd import grouped
+from te_mx.autograd import grouped, grouped_loop
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import linear as cpu_linear
 from te_mx.backends.sm90 import binding, split_k
@@ -102,8 +102,9 @@ def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (grouped_quantize, sm90_grouped):
         monkeypatch.setattr(module, "known_to_host", lambda offs: False)
-    monkeypatch.setattr(grouped, "readable", lambda offs: False)
-    for module in (sm90_grouped, grouped, grouped):
+    for module in (grouped, grouped_loop):
+        monkeypatch.setattr(module, "readable", lambda offs: False)
+    for module in (sm90_grouped, grouped, grouped_loop):
         monkeypatch.setattr(module, "host_bounds", refuse)
     monkeypatch.setattr(sm90_grouped, "offs_on_device", lambda offs, device: offs)
 

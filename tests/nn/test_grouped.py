@@ -23,8 +23,8 @@ from strategies import DTYPES, FINITE_KINDS, SEEDS, tensor
 from torch import nn
 
 import te_mx
-from te_mx.autograd import grouped
 from te_mx.autograd import grouped as autograd
+from te_mx.autograd import grouped_loop
 from te_mx.weights.source import WeightSource
 
 
@@ -240,7 +240,7 @@ def test_recipes_with_another_backward_loop_over_the_groups(
             equal(inp.grad, theirs.grad)
         else:
             assert_same_as_loop(layer, loop_of(layer), x, [20, 0, 7, 40])
-        monkeypatch.setattr(grouped, "readable", lambda offs: False)
+        monkeypatch.setattr(grouped_loop, "readable", lambda offs: False)
         with pytest.raises(NotImplementedError, match="m_splits as a list or on the CPU"):
             layer(x.requires_grad_(), [20, 0, 7, 40])
 
