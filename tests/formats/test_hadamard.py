@@ -151,7 +151,7 @@ def test_names_that_mean_nothing():
         with pytest.raises(ValueError, match="fmt must be one of"):
             formats.get(name)
     for name in ("fp8_e4m3_1x128+rht32:0x1", "mxfp4+rht32:0x1+rht32:0x1"):
-        with pytest.raises(ValueError, match="only MX formats take a Hadamard transform"):
+        with pytest.raises(ValueError, match="only MX formats and NVFP4 take a Hadamard"):
             formats.get(name)
     with pytest.raises(ValueError, match="size 16 or 32 and signs 0 to"):
         Hadamard(64, 0)

@@ -63,7 +63,6 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "convert", (*codes, spec, *sizes, to)
     for most in (4, 100):
         yield "quantize_beyond", (x, most, R8, "rceil")
-    yield "quantize_tensor", (x, "nvfp4", "te")
     yield "quantize_joined", ([x, y], R8, C8, "rceil")
     yield "stored", (x,)
 
