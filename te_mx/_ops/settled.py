@@ -65,12 +65,15 @@ def _flat(held: Operand | Stack) -> tuple[Any, ...]:
 
 def held_as(parts: Sequence[Tensor], spec: str, shape: Sequence[int]) -> Operand | Stack:
     """The weight [n, k] of a spec, or those of groups [groups, n, k], whose codes and scales these
-    are, and what lies aside; the tensor scale comes last."""
+    are, and what lies aside; the tensor scale comes last, perhaps as bytes."""
     codes, scales, *aside = parts
     fmt, layout = spec_of(spec)
-    whole = aside.pop() if fmt.tensor_scaled else None
-    scales, last = scales.view(layout.scales_dtype(fmt)), aside[0] if aside else None
     *groups, n, k = shape
+    whole = None
+    if fmt.tensor_scaled and aside:
+        given = aside.pop().view(torch.float32)
+        whole = given.view((*groups, *fmt.tensor_scale_shape(n)))
+    scales, last = scales.view(layout.scales_dtype(fmt)), aside[0] if aside else None
     if groups:
         return Stack(codes, scales, spec, groups[0], n, k, last, whole)
     return Operand(codes, scales, spec, n, k, last, whole)

@@ -79,10 +79,12 @@ def freeze_weights(
             ``weight_scale``; those of a te_mx.GroupedLinear are stacked or apart as its parameters
             are. Codes of fewer than 8 bits are packed uint8, [out, ceil(in/2)] in MXFP4, and the
             scales of 6-bit codes are named after their element, ``<name>_scale_e2m3``; fp32 scales
-            are ``<name>_scale_inv`` float32. Such a state_dict loads into a new module. Such a
+            are ``<name>_scale_inv`` float32. NVFP4 ("nvfp4", 0.57 bytes) has a tensor scale
+            beside them, ``<name>_scale_2`` float32 [], and float8_e4m3fn scales [out,
+            ceil(in/16)]. Such a state_dict loads into a new module. Such a
             module runs quantized outside autocast too. Gradients reach its input, biases and
             normalization: dgrad starts from these codes, as under one_copy_weights, of codes with
-            fewer than 8 bits by way of MXFP8.
+            fewer than 8 bits by way of MXFP8, and of NVFP4 from their values.
         recipe: its format and its scale rule quantize the weights; None means the active recipe,
             where none is that which `te_mx.convert_model` bound to the module, or the default one.
             A module that a te_mx.recipe.CustomRecipe leaves in high precision is not frozen.

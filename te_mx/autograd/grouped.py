@@ -49,6 +49,7 @@ from te_mx._ops.grouped_quantize import (
     quantize_weights,
     weight_columns,
 )
+from te_mx._ops.quantize import tensors_of
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import INPUT, GroupedWgrad, Reads, WeightGradient, Wgrad
 from te_mx.autograd.grouped_loop import (
@@ -133,8 +134,7 @@ class KeptWeights(NamedTuple):
     def on_current_stream(self) -> KeptWeights:
         """These weights, once the current stream has waited for them."""
         stacks = (self.row, self.col) if self.col is not None else (self.row,)
-        tensors = [t for stack in stacks for t in (stack.codes, stack.scales)]
-        self.made.await_on_current_stream(self.row.codes.device, *tensors)
+        self.made.await_on_current_stream(self.row.codes.device, *tensors_of(*stacks))
         return self
 
     def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:

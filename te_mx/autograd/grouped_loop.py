@@ -200,10 +200,7 @@ def _rounded(g_RN: Tensor, call: GroupedCall) -> Callable[[int, int], Operand] |
     assert row is not None
 
     def of(start: int, end: int) -> Operand:
-        part = row._replace(
-            codes=row.codes[start:end], scales=row.scales[start:end], rows=end - start
-        )
-        return convert_2d(part, target.row)
+        return convert_2d(row.group(start, end), target.row)
 
     return of
 

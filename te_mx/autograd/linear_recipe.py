@@ -57,6 +57,7 @@ from te_mx._ops import (
     quantized,
     turned,
 )
+from te_mx._ops.quantize import tensors_of
 from te_mx.autograd import high_precision, input_cache
 from te_mx.autograd.grad_target import (
     INPUT,
@@ -473,7 +474,7 @@ class KeptWeight(NamedTuple):
         made, device = self.made, self.row.codes.device
         if made.event is not None and made.stream != current(device):
             operands = (self.row, self.col) if self.col is not None else (self.row,)
-            tensors = [t for o in operands for t in (o.codes, o.scales)]
+            tensors = tensors_of(*operands)
             made.await_on_current_stream(device, *tensors)
         return self
 
@@ -522,11 +523,13 @@ def on_codes(settings: Settings) -> Settings:
     dgrad starts from these codes, as under one_copy_weights. Where the recipe asks for the weight
     itself it gets the values of the codes, as in "dequantized". Columns of codes with fewer than 8
     bits are MXFP8, which holds the values of neighbouring rows as they are unless their scales lie
-    more than 2^9 apart, while the codes' own format would round them once more.
+    more than 2^9 apart, while the codes' own format would round them once more. No other format
+    holds those of NVFP4: dgrad runs on the values, as in "dequantized".
     """
-    backward = "dequantized" if settings.backward == "high_precision" else settings.backward
-    w_col = settings.w_col
-    if not w_col and formats.get(settings.w).element.bits < 8:
+    w = formats.get(settings.w)
+    keeps_values = settings.backward == "high_precision" or w.tensor_scaled
+    backward, w_col = "dequantized" if keeps_values else settings.backward, settings.w_col
+    if not w_col and w.element.bits < 8:
         w_col = _WIDE
     return settings._replace(one_copy=True, backward=backward, wgrad_hp=False, w_col=w_col)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand, dequantize_2d
+from te_mx._ops import Operand, dequantize_2d, plain
 from te_mx.layouts import spec_of
 
 
@@ -60,6 +60,8 @@ class Kept(NamedTuple):
     @classmethod
     def operand(cls, operand: Operand) -> Kept:
         """An operand."""
+        if operand.packed is not None and operand.tensor_scale is not None:
+            operand = plain(operand)
         codes, scales, spec, rows, k, packed, whole = operand
         return cls((codes, scales, packed if whole is None else whole), spec, rows, k)
 

@@ -39,8 +39,9 @@ class Tokens(Protocol):
 
 
 def takes(settings: Settings) -> bool:
-    """Whether rowwise codes of some tokens are those of all tokens."""
-    return formats.get(settings.x).scaling.block[0] == 1
+    """Whether codes of some tokens are those of all tokens."""
+    row, col = formats.get(settings.x), formats.get(settings.x_columns)
+    return row.scaling.block[0] == 1 and not (row.tensor_scaled or col.tensor_scaled)
 
 
 def plan_input(

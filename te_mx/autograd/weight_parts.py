@@ -74,6 +74,9 @@ def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
         codes, scales = (torch.cat(both) for both in zip(*[one[:2] for one in parts], strict=True))
         rows = sum(one.rows for one in parts)
         made = parts[0]._replace(codes=codes, scales=scales, rows=rows, packed=None)
+        wholes = [(one.tensor_scale, one.rows) for one in parts]
+        each = [whole.expand(n, 1) for whole, n in wholes if whole is not None]
+        made = made._replace(tensor_scale=torch.cat(each) if each else None)
     return KeptWeight(settings, made, None)
 
 

@@ -244,6 +244,11 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
             f"has {rows} rows, which {ranks} ranks have in parts of different sizes; make it "
             f"{-(-rows // ranks) * ranks}"
         )
+    if formats.get(settings.w).tensor_scaled:
+        return (
+            f"is quantized to {settings.w}, whose tensor scale needs the largest magnitude of all "
+            "ranks; FSDP2 gathers its values, without this call"
+        )
     height = 1 if sharded.ndim == 3 else formats.get(settings.w).scaling.block[0]
     if rows // ranks % height:
         return (

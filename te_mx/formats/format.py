@@ -203,15 +203,6 @@ class Format:
                 f"{shown(rule)}"
             )
 
-    def check_operand(self) -> None:
-        """Raise NotImplementedError for a format that no kernel, layout or module takes yet."""
-        if self.tensor_scaled:
-            raise NotImplementedError(
-                f"{self.name} has a tensor scale, which only te_mx.quantize, te_mx.gemm and "
-                "MXTensor.dequantize know: no kernel, layout or module takes it yet; use its "
-                f"values, or one of {', '.join(names())}"
-            )
-
     def check_parts(self, codes: Any, scales: Any, k: Any, dtype: Any) -> int:
         """k as an int. Raises what `dequantize` says it raises."""
         check_matrix("codes", codes, torch.uint8)
@@ -343,7 +334,7 @@ def _transformed(name: str) -> Format | None:
     return made
 
 
-def names() -> tuple[str, ...]:
-    """Names of all registered formats, without the short ones, and without those with a tensor
-    scale (`nvfp4`), which te_mx.quantize makes, te_mx.gemm multiplies and nothing else takes."""
-    return tuple(name for name, fmt in _formats.items() if not fmt.tensor_scaled)
+def names(tensor_scaled: bool = False) -> tuple[str, ...]:
+    """Names of all registered formats, without the short ones; those with a tensor scale, of which
+    there are three parts, if they are asked for."""
+    return tuple(name for name, fmt in _formats.items() if tensor_scaled or not fmt.tensor_scaled)

@@ -155,7 +155,7 @@ class Layout:
         """The same of tokens of so many groups."""
         rows, k = operand.rows, operand.k
         shapes = self.grouped_shapes(fmt, rows, k, groups)
-        wholes = (groups,), (), fmt.tensor_scale_shape(rows)
+        wholes = (groups,), *_whole_shapes(fmt, rows)
         return self._checked(operand, fmt, name, shapes, (rows, k), wholes)
 
     def checked_stack(self, stack: Any, fmt: Format, name: str) -> Any:
@@ -163,8 +163,8 @@ class Layout:
         one = self.shapes(fmt, stack.rows, stack.k)
         shapes = (stack.groups, *one[0]), (stack.groups, *one[1])
         sizes = stack.groups, stack.rows, stack.k
-        whole = stack.groups, *fmt.tensor_scale_shape(stack.rows)
-        return self._checked(stack, fmt, name, shapes, sizes, (whole,))
+        wholes = tuple([(stack.groups, *one) for one in _whole_shapes(fmt, stack.rows)])
+        return self._checked(stack, fmt, name, shapes, sizes, wholes)
 
     def _checked(
         self, held: Any, fmt: Format, name: str, shapes: tuple[Shape, Shape], sizes: Shape,
@@ -188,7 +188,7 @@ class Layout:
                 f"{name}: codes are on {codes.device} and scales on {scales.device}; move one"
             )
         if fmt.tensor_scaled or whole is not None:
-            wholes = wholes or (fmt.tensor_scale_shape(sizes[0]),)
+            wholes = wholes or _whole_shapes(fmt, sizes[0])
             check_tensor_scale(f"{name}: {fmt.name} {list(sizes)}", fmt, whole, wholes, codes)
         aligned = self.aligned(codes, scales)
         if whole is not None and not whole.is_contiguous():
@@ -215,6 +215,11 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self.name!r})"
+
+
+def _whole_shapes(fmt: Format, rows: int) -> tuple[Shape, ...]:
+    """Shapes that a tensor scale of a matrix may have: parts that were joined have one a row."""
+    return tuple(dict.fromkeys((fmt.tensor_scale_shape(rows), (rows, 1))))
 
 
 def check_tensor_scale(

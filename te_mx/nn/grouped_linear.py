@@ -23,7 +23,7 @@ from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.base import MXModule
 from te_mx.runtime.arguments import check_size, shown
 from te_mx.weights.grouped import StackedWeight, convert_state_dict, parameter_names
-from te_mx.weights.state_dict import SCALES
+from te_mx.weights.state_dict import SCALES, WHOLE
 
 
 def groups_of(
@@ -326,7 +326,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
     # ---------------------------------------------------------------------------------- checkpoints
     def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
         groups, name = self.num_gemms, f"{prefix}weight"
-        for end in SCALES:
+        for end in (*SCALES, WHOLE):
             convert_state_dict(state_dict, name + end, groups, True, error_msgs)
         # Codes are held in one stack, whatever the parameters are.
         scales = any(name + end in state_dict for end in SCALES)

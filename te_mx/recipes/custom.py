@@ -298,7 +298,6 @@ def _format(where: str, given: Any, transform: bool) -> str:
         found = formats.get(given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    found.check_operand()
     if found.transform is not None and not transform:
         raise ValueError(f"{where}: {given!r} is a transform, which columnwise formats have alone")
     return found.name

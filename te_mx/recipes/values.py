@@ -165,7 +165,7 @@ def format_of(name: str, given: Any, among: Collection[str] | None = None) -> st
         found = formats.get(given.name if isinstance(given, formats.Format) else given)
     except ValueError:
         found = None
-    known = formats.names() if among is None else among
+    known = formats.names(True) if among is None else among
     if found is None or found.name not in known or not (found is given or isinstance(given, str)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}")
     return found.name

@@ -47,7 +47,7 @@ def fixed_by(
     if activations is not None:
         settings = settings._replace(x=_name("activations", activations), x_col="")
         before = before._replace(x=True, weight_only=False)
-        if codes == "now":
+        if codes:
             settings = _with_rule_of_inputs(settings)
     settings = _checked(settings, *(("x",) if codes else ("x", "w")))
     if why := why_no_product(settings.x, settings.w):
@@ -92,11 +92,11 @@ def _name(name: str, given: Any) -> str:
         found = formats.get(given).name
     except ValueError:
         found = ""
-    if found in formats.names():
+    if found in formats.names(True):
         return found
     more = f" or {WEIGHT_ONLY!r}" if name == "activations" else ""
     raise ValueError(
-        f"{name} must be None, one of {', '.join(formats.names())}{more}, got {shown(given)}"
+        f"{name} must be None, one of {', '.join(formats.names(True))}{more}, got {shown(given)}"
     )
 
 

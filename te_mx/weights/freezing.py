@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx._ops import FLOAT_DTYPES, Operand, Stack, held_as, plain, quantize_2d, settled
+from te_mx._ops.quantize import tensors_of
 from te_mx.autograd.linear_recipe import at_rest, kept_weight
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Mixed, Settings
@@ -22,6 +23,8 @@ from te_mx.weights.frozen import Frozen, QuantizedOnly
 from te_mx.weights.ranks import above, here, is_spread
 from te_mx.weights.source import Sourced
 from te_mx.weights.split import part_names
+
+_PARTS = "codes", "scale", "aside", "tensor_scale"  # buffers of a weight without a master
 
 
 class Freezable(Sourced):
@@ -146,7 +149,7 @@ class Freezable(Sourced):
         self._source = frozen.frozen_to(settings, fixed, frozen.dropped or drop_master)
 
     def _take_codes(
-        self, made: dict[str, tuple[Tensor, Tensor]], settings: Settings, fixed: Fixed | None
+        self, made: dict[str, tuple[Tensor, ...]], settings: Settings, fixed: Fixed | None
     ) -> None:
         """Make codes of a state_dict the weights. fixed: None leaves what freezing fixed."""
         source = self._source
@@ -156,8 +159,8 @@ class Freezable(Sourced):
         elif frozen.settings.w != settings.w:
             self.__dict__.pop("_saved_as", None)  # names of another format
         held: dict[str, Operand | Stack] = {}
-        for key, (codes, scales) in made.items():
-            row = held_as((codes, scales), at_rest(settings.w), frozen.shapes[key])
+        for key, parts in made.items():
+            row = held_as(parts, at_rest(settings.w), frozen.shapes[key])
             held[key] = settled(row)
         self._drop_masters(frozen, held)
         self._source = frozen.frozen_to(settings, frozen.fixed if fixed is None else fixed, True)
@@ -183,7 +186,7 @@ class Freezable(Sourced):
                     tied = nn.Parameter(value)
                 self.register_parameter(name, tied)
             for key in self._weight_keys:
-                for part in ("codes", "scale", "aside"):
+                for part in _PARTS:
                     self._buffers.pop(f"{key}_{part}", None)
             self.__dict__.pop("_lies", None)
         del self._source
@@ -229,7 +232,10 @@ class Freezable(Sourced):
         # The state_dict has them under other names and dtypes. As integers they pass through
         # .to(dtype) unharmed, fp32 scales by their bytes.
         scales = scales.view(torch.uint8) if scales.is_floating_point() else scales
-        for part, tensor in (("codes", codes), ("scale", scales), ("aside", held.packed)):
+        whole = held.tensor_scale
+        if whole is not None:
+            whole = whole.view(*whole.shape, 1).view(torch.uint8)
+        for part, tensor in zip(_PARTS, (codes, scales, held.packed, whole), strict=True):
             self.register_buffer(f"{key}_{part}", tensor, persistent=False)
         self._lies = {**self._lies, key: held.layout.name}
 
@@ -266,9 +272,8 @@ class Freezable(Sourced):
 
     def _stored(self, key: str) -> tuple[Tensor, ...]:
         """The buffers of a weight without a master."""
-        aside = getattr(self, f"{key}_aside", None)
-        parts = getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
-        return parts if aside is None else (*parts, aside)
+        parts = (getattr(self, f"{key}_{part}", None) for part in _PARTS)
+        return tuple([part for part in parts if part is not None])
 
     def _one_copy(self, key: str) -> Operand | Stack:
         """The one copy of a weight without a master."""
@@ -276,10 +281,9 @@ class Freezable(Sourced):
         spec = f"{self._source.settings.w}@{self._lies.get(key, ROWS.name)}"
         return held_as(self._stored(key), spec, self._source.shapes[key])
 
-    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a weight without a master, by rows."""
-        made = plain(self._one_copy(key))
-        return made.codes, made.scales
+    def _codes(self, key: str) -> list[Tensor]:
+        """Codes and scales, and the tensor scale, of a weight without a master, by rows."""
+        return tensors_of(plain(self._one_copy(key)))
 
     def _shape_of(self, key: str) -> tuple[int, ...]:
         """The shape of the weight, also where only its codes are left."""
@@ -315,7 +319,7 @@ def lies(module: Freezable, *keys: str) -> str:
     specs = [*dict.fromkeys(copy.spec for copy in found)]
     if any(copy.packed is not None and copy.layout is ROWS for copy in found):
         specs.append("packed for the CPU")
-    held = [t for copy in found for t in (copy.codes, copy.scales)] + packed
+    held = tensors_of(*found) + packed
     each = sum(tensor.nbytes for tensor in held) / numbers
     return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"
 

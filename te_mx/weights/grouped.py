@@ -21,7 +21,7 @@ from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import is_dense
 from te_mx.weights.freezing import Freezable
 from te_mx.weights.ranks import here
-from te_mx.weights.state_dict import SCALES
+from te_mx.weights.state_dict import SCALES, WHOLE
 
 
 class OfGroups(Freezable):
@@ -105,7 +105,7 @@ def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]
 def part_names(whole: str, groups: int) -> list[str]:
     """The entries that a stacked one stands for: "weight0" ... of "weight", "weight0_scale" ... of
     "weight_scale"."""
-    end = next((end for end in reversed(SCALES) if whole.endswith(end)), "")
+    end = next((end for end in (WHOLE, *reversed(SCALES)) if whole.endswith(end)), "")
     return [f"{whole.removesuffix(end)}{i}{end}" for i in range(groups)]
 
 
@@ -135,7 +135,7 @@ def convert_state_dict(
     if whole in state_dict or not there:
         return
     if len(there) < groups:
-        if whole.endswith(SCALES):
+        if whole.endswith((*SCALES, WHOLE)):
             missing = [key for key in parts if key not in state_dict]
             error_msgs.append(f"{', '.join(missing)}: missing beside {there[0]}")
         return

@@ -7,7 +7,9 @@ compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too.
 codes carry the element in their name, ``<name>_scale_e2m3``. Formats with fp32 scales save these as
 ``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
 layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's), and
-E8M0 ones of 128 x 128 in uint8 or float8_e8m0fnu, are read as fp32, which holds them exactly.
+E8M0 ones of 128 x 128 in uint8 or float8_e8m0fnu, are read as fp32, which holds them exactly. NVFP4
+is saved as ModelOpt does: codes uint8 [out, in/2], ``<name>_scale`` float8_e4m3fn [out, in/16] and
+``<name>_scale_2`` float32 [], all multiplied with each other.
 
 What such a state_dict is loaded into becomes frozen without masters;
 te_mx.unfreeze_weights(dequantize=True) makes parameters that train. weights/state_dict.py reads
@@ -34,6 +36,7 @@ Loading a state_dict into one module: all of it or, where something is wrong, no
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -208,6 +211,8 @@ _EIGHT_BITS = {
 }
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 SCALES = ("_scale", "_scale_inv", *_NAMED.values())
+_TOP = 448.0 * 6.0  # of a code times a block scale
+WHOLE = "_scale_2"  # behind the name of a weight: its tensor scale
 _RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
 
 
@@ -215,7 +220,7 @@ class Codes(NamedTuple):
     """What a state_dict has of a module's quantized weights: codes and scales by key, the recipe,
     the names that need no further look, and what freezing fixed (None: what it is fixed to)."""
 
-    made: dict[str, tuple[Tensor, Tensor]]
+    made: dict[str, tuple[Tensor, ...]]
     settings: Settings | None
     names: tuple[str, ...]
     fixed: Fixed | None = None
@@ -231,16 +236,18 @@ def save_codes(module: Any, destination: Any, prefix: str) -> None:
     dtype = _dtype_of(frozen.settings.w)
     code_end, end = module._saved_as or ("", _end_of(frozen.settings.w))
     for key in module._weight_keys:
-        codes, scales = module._codes(key)
-        names = module._held_by(key)
+        held, names = module._codes(key), module._held_by(key)
         # Weights of several parameters are stacked: one part for each.
-        parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
-        for name, code, scale in zip(names, *parts, strict=True):
+        parts = [[part] if names == (key,) else part.unbind(0) for part in held]
+        for name, code, scale, *whole in zip(names, *parts, strict=True):
             code = code.view(dtype)
+            scale = scale.view(torch.float8_e4m3fn) if whole else scale
             if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
                 code = code.unflatten(-1, (scale.shape[-1], -1))
             destination[prefix + name + code_end] = code
             destination[prefix + name + end] = scale
+            for one in whole:
+                destination[prefix + name + WHOLE] = one
 
 
 def read_codes(
@@ -261,7 +268,8 @@ def read_codes(
             error_msgs.append(f"{' and '.join(given)} are both there; keep the one that is meant")
         if given:
             scales[key] = given[0]
-    ours = (*weights.values(), *scales.values())
+    wholes = {key: name + WHOLE for key, name in weights.items() if name + WHOLE in state_dict}
+    ours = (*weights.values(), *scales.values(), *wholes.values())
     nothing = Codes({}, None, ours)
     if not scales:
         if not module._source.dropped:
@@ -283,7 +291,7 @@ def read_codes(
     powers = first is not stored and stored.dtype in _E8M0
     settings = _settings_for(
         module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), first, end, powers,
-        prefix, error_msgs,
+        prefix, error_msgs, bool(wholes),
     )  # fmt: skip
     meant = _end_of(settings.w)
     if end != meant and (end in _NAMED.values() or meant in _NAMED.values()):
@@ -303,17 +311,21 @@ def read_codes(
         held = module._stored(key)[0] if dropped else module._sample(key)
         shape = module._shape_of(key)
         code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end, shape)
-        problem = _problem(code, scale, shape, settings.w)
+        whole = state_dict[wholes[key]] if key in wholes else None
+        problem = _problem(code, scale, shape, settings.w) or _whole_problem(
+            whole, shape, settings.w, _RECIPE in local_metadata
+        )
         assign = local_metadata.get("assign_to_params_buffers", False) or held.is_meta
-        if not (problem or assign) and (code.is_meta or scale.is_meta):
+        given = [code, scale] if whole is None else [code, scale, whole]
+        if not (problem or assign) and any(part.is_meta for part in given):
             problem = "are on the meta device and have no values"
         if problem:
             error_msgs.append(f"{name}, {scales[key]}: {problem}")
             return nothing
-        code, scale = _plain(code), _plain(scale)
+        given = [_plain(part) for part in given]
         if not assign:
-            code, scale = (t.to(held.device, copy=True) for t in (code, scale))
-        made[key] = code, scale
+            given = [part.to(held.device, copy=True) for part in given]
+        made[key] = tuple(given)
     fixed = None if _RECIPE not in local_metadata else NOTHING
     if (saved := local_metadata.get(_FIXED)) is not None:
         try:
@@ -331,7 +343,8 @@ def _plain(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, row after row: one of a column may have strides of any size."""
     if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.detach().resolve_neg().view(torch.uint8)
+    tensor = tensor.detach().resolve_neg()
+    return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8)
 
 
 def _widened(scales: Any, end: str, shape: tuple[int, ...]) -> Any:
@@ -431,7 +444,12 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
         return told
     if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
         return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"
-    if fmt.scaling.scale != "fp32" and scales.dtype not in _E8M0:
+    if fmt.tensor_scaled and scales.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        return (
+            f"scales of {name} must be float8_e4m3fn, or their bytes, got {scales.dtype} "
+            f"{tuple(scales.shape)}"
+        )
+    if fmt.scaling.scale == "e8m0" and scales.dtype not in _E8M0:
         known = (formats.get(f"fp8_e4m3_{block}") for block in ("128x128", "1x128"))
         wanted = (str((*shape[:-2], *each.scales_shape(*shape[-2:]))) for each in known)
         return (
@@ -451,6 +469,35 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
     return ""
 
 
+def _whole_problem(whole: Any, shape: tuple[int, ...], name: str, ours: bool) -> str:
+    """What is wrong with the tensor scale of such a weight, or with its absence. ours: te_mx wrote
+    it."""
+    fmt = formats.get(name)
+    if not fmt.tensor_scaled:
+        return "" if whole is None else f"there is a {WHOLE}, and {name} has no tensor scale"
+    expected: tuple[int, ...] = (*shape[:-2], *fmt.tensor_scale_shape(shape[-2]))
+    if whole is None:
+        return f"{name} needs a tensor scale beside them, called as the weight with {WHOLE} behind"
+    if not isinstance(whole, Tensor) or not is_dense(whole) or whole.dtype != torch.float32:
+        return f"the tensor scale must be a float32 tensor, got {shown(whole)}"
+    if whole.numel() != math.prod(expected):
+        return f"the tensor scale must have shape {expected}, got {tuple(whole.shape)}"
+    return "" if ours or whole.is_meta else reciprocal_problem(whole)
+
+
+def reciprocal_problem(whole: Tensor) -> str:
+    """Why a tensor scale of a weight is none: numbers of 2^10 and more, which the reciprocal would
+    make usual ones of; an empty string where it may be one."""
+    top = float(whole.max()) if whole.numel() else 0.0
+    if top * _TOP <= 1024.0:
+        return ""
+    return (
+        f"the tensor scale {top:.6g} says that weights reach {top * _TOP:.4g}; its reciprocal, as "
+        f"compressed-tensors stores it in weight_global_scale, says {_TOP / top:.4g}. Pass 1 / x "
+        "of that, or te_mx's own state_dict with its metadata if the weights are so large"
+    )
+
+
 def _could_be(name: str, codes: Any, scales: Any, end: str) -> bool:
     """Whether codes and scales have the dtypes and the names of a format in a state_dict."""
     of_fp32 = formats.get(name).scaling.scale == "fp32"
@@ -468,10 +515,10 @@ def _block_of(fmt: formats.Format) -> str:
 
 def _settings_for(
     module: Any, saved: Any, codes: Any, scales: Any, end: str, powers: bool, prefix: str,
-    error_msgs: list[str],
+    error_msgs: list[str], has_whole: bool,
 ) -> Settings:  # fmt: skip
     """The settings that were saved with codes, or, without any, those that stand in for them.
-    powers: fp32 scales were read from E8M0 bytes."""
+    powers: fp32 scales were read from E8M0 bytes. has_whole: there are tensor scales."""
     default = DEFAULT_SETTINGS
     if saved is None:
         own = module._source.settings or module._bound
@@ -487,10 +534,14 @@ def _settings_for(
             ):
                 return recipe.settings
         packed = [
-            name for name in formats.names()
+            name for name in formats.names(True)
             if _end_of(name) == end and formats.get(name).element.bits < 8
+            and formats.get(name).tensor_scaled == has_whole
+            and not (has_whole and formats.get(name).tensor_scale_shape(1))
             and not _problem(codes, scales, shape, name)
         ]  # fmt: skip
+        if has_whole and not packed:  # what does not fit is told of this one
+            packed = ["nvfp4"]
         if len(packed) != 1:
             return own if own is not None and fits else default
         known = own is not None and formats.get(packed[0]).scaling.knows(own.scale_rule)
@@ -516,12 +567,14 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
     for name in filter(None, (settings.x_col, settings.w_col, settings.g_col)):
         formats.get(name).check_rule(settings.scale_rule)
     formats.get(settings.g_columns).check_rule(settings.gradient_rule)
-    fmt = formats.get(settings.w)  # codes may have a rule of their own
-    w = fmt.name if fmt.scaling.knows(settings.scale_rule) else settings.x
+    roles = [formats.get(name) for name in (settings.w, settings.g)]
+    w, g = (  # which may have a rule of their own
+        fmt.name if fmt.scaling.knows(settings.scale_rule) else settings.x for fmt in roles
+    )
     made = BlockScaling(
         settings.x,
         w,
-        settings.g,
+        g,
         scale_rule=settings.scale_rule,
         precision=settings.precision,
         alignment_spread=settings.spread,
@@ -530,4 +583,4 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         one_copy_weights=settings.one_copy,
         split_k=settings.split_k,
     ).settings
-    return made._replace(w=fmt.name, **apart)
+    return made._replace(w=roles[0].name, g=roles[1].name, **apart)

@@ -283,8 +283,8 @@ def _check(
         raise ValueError(f"te_mx: bias must be {[*groups, n]}, got {tuple(bias.shape)}")
     if how == MASTERS:
         _check_masters(weights, groups, n, x.shape[-1])
-    elif len(weights) not in (2, 3):
-        raise ValueError(f"te_mx: a weight of codes is two tensors or three, got {len(weights)}")
+    elif not 2 <= len(weights) <= 4:
+        raise ValueError(f"te_mx: a weight of codes is two to four tensors, got {len(weights)}")
 
 
 def _check_masters(weights: list[Tensor], groups: tuple[int, ...], n: int, k: int) -> None:

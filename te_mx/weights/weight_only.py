@@ -11,7 +11,9 @@ activations are not quantized (W4A16 and the like).
 
 Codes of one layer, or of one expert where the host knows the groups, are decoded for the time of a
 product: 2 bytes an element in bf16, which holds every value of MX formats above 2^-133, else 4 in
-fp32. Products are those of torch, with one rounding to the dtype of the result.
+fp32. Products are those of torch, with one rounding to the dtype of the result. Of NVFP4 code *
+block scale is exact in bf16: GPUs multiply that with inputs in bf16, and the fp32 sums with the
+tensor scale; else the values are rounded to fp32.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.nn import functional
 
 from te_mx._ops import Operand, Stack, dequantize_2d, plain
 from te_mx.autograd.grouped import grouped_plain
+from te_mx.autograd.saved import flatten, unflatten
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.runtime.ran import LAST_RUN
@@ -35,21 +38,35 @@ def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
         if torch.is_grad_enabled() and wanted:
-            codes, scales, spec, rows, k, packed, _ = weight
-            return _DecodedLinear.apply(x, bias_N, codes, scales, packed, (spec, rows, k))
+            codes, scales, spec, rows, k, packed, whole = weight
+            return _DecodedLinear.apply(x, bias_N, codes, scales, packed, whole, (spec, rows, k))
+        return _times(x, weight, bias_N)
+
+
+def _narrow(x: Tensor, weight: Operand) -> bool:
+    """Whether a product of x in bf16 has fp32 sums, which a tensor scale multiplies."""
+    return weight.tensor_scale is not None and x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _times(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
+    """x @ weight^T + bias in the dtype of x, or in fp32."""
+    whole = weight.tensor_scale
+    if whole is None or not _narrow(x, weight):
         return functional.linear(x, dequantize_2d(weight, x.dtype), bias_N)
+    bare = dequantize_2d(weight._replace(tensor_scale=torch.ones_like(whole)), x.dtype)
+    y = torch.mm(flatten(x), bare.t(), out_dtype=torch.float32) * whole.t()
+    return unflatten(y if bias_N is None else y + bias_N, x)
 
 
 class _DecodedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias_N: Tensor | None, codes: Tensor, scales: Tensor,
-        packed: Tensor | None, sizes: tuple[str, int, int],
+        packed: Tensor | None, whole: Tensor | None, sizes: tuple[str, int, int],
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(codes, scales, packed)
+        ctx.save_for_backward(codes, scales, packed, whole)
         ctx.sizes, ctx.dtype = sizes, x.dtype
-        weight = dequantize_2d(Operand(codes, scales, *sizes)._replace(packed=packed), x.dtype)
-        return functional.linear(x, weight, bias_N)
+        return _times(x, Operand(codes, scales, *sizes, packed, whole), bias_N)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,12 +74,12 @@ class _DecodedLinear(torch.autograd.Function):
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 # The weight is a constant: what autograd makes of this is the second derivative.
-                codes, scales, packed = ctx.saved_tensors
-                weight = Operand(codes, scales, *ctx.sizes)._replace(packed=packed)
-                dx = g @ dequantize_2d(weight, ctx.dtype)
+                codes, scales, *rest = ctx.saved_tensors
+                weight = Operand(codes, scales, *ctx.sizes, *rest)
+                dx = (g @ dequantize_2d(weight, g.dtype)).to(ctx.dtype)
             if ctx.needs_input_grad[1]:
                 db = g.flatten(0, -2).sum(0) if g.dim() > 1 else g
-        return dx, db, None, None, None, None
+        return dx, db, None, None, None, None, None
 
 
 RAN = "weight only"  # what te_mx.audit says in place of a kernel
@@ -74,7 +91,7 @@ def linear(
     """x [..., K] @ weight [N, K]^T + bias, in out_dtype. x is rounded to out_dtype first, as by
     nn.Linear under torch.autocast."""
     _record(tag)
-    dtype = _dtype(weight, out_dtype, bias_N)
+    dtype = _dtype(weight, out_dtype, bias_N, x.is_cuda)
     bias_N = None if bias_N is None else bias_N.to(dtype)
     return decoded_linear(x.to(out_dtype).to(dtype), weight, bias_N).to(out_dtype)
 
@@ -103,9 +120,13 @@ def grouped(
         return grouped_plain(x_RK.to(out_dtype).to(dtype), groups, values, biases).to(out_dtype)
 
 
-def _dtype(weight: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> torch.dtype:
-    """A dtype that holds the weight, the input and the bias exactly."""
-    narrow = {weight.format.exact_dtype, out_dtype} | (set() if bias is None else {bias.dtype})
+def _dtype(
+    weight: Operand, out_dtype: torch.dtype, bias: Tensor | None, unscaled: bool = False
+) -> torch.dtype:
+    """A dtype that holds the weight, perhaps without its tensor scale, the input and the bias
+    exactly."""
+    exact = weight.unscaled_dtype if unscaled else weight.format.exact_dtype
+    narrow = {exact, out_dtype} | (set() if bias is None else {bias.dtype})
     return torch.bfloat16 if narrow == {torch.bfloat16} else torch.float32
 
 

@@ -294,7 +294,7 @@ def test_nothing_else_takes_it():
     assert "nvfp4" not in formats.names() and formats.get("nvfp4") is NVFP4
     for call in (
         lambda: te_mx.recipe.BlockScaling(x="nvfp4", w="mxfp4", g="mxfp8_e4m3"),
-        lambda: te_mx.freeze_weights(layer, drop_master=True, fmt="nvfp4"),
+        lambda: te_mx.freeze_weights(layer, fmt="nvfp4"),  # its masters have the recipe's rule
         lambda: te_mx.inspect(layer, torch.randn(2, 64), fmt=["nvfp4"]),
     ):
         with pytest.raises(ValueError, match=r"one of|among"):

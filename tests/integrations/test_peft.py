@@ -42,12 +42,13 @@ def run(model, x):
         return model(x)
 
 
-@pytest.mark.parametrize("how", ["plain", "frozen", "mxfp8", "mxfp4"])
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4
+@pytest.mark.parametrize("how", ["plain", "frozen", "mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_learn_and_the_rest_stands_still(how, dora):
     model = Block()
     if how != "plain":
-        fmt = how if how == "mxfp4" else None
+        fmt = how if how.endswith("fp4") else None
         te_mx.freeze_weights(model, drop_master=how != "frozen", fmt=fmt)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     adapted = peft.get_peft_model(
@@ -258,11 +259,12 @@ def test_several_adapters_of_groups_merge_and_unmerge():
         torch.testing.assert_close(weight, value, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4
+@pytest.mark.parametrize(("dropout", "fmt"), [(0.0, "nvfp4"), (0.3, "mxfp4"), (0.3, "nvfp4")])
 @pytest.mark.parametrize("kind", ["first", "normed"])
-def test_dora_on_codes_is_pefts_on_their_values(kind, dropout):
+def test_dora_on_codes_is_pefts_on_their_values(kind, dropout, fmt):
     model = Block()
-    te_mx.freeze_weights(model, drop_master=True, fmt="mxfp4", activations="bf16")
+    te_mx.freeze_weights(model, drop_master=True, fmt=fmt, activations="bf16")
     values = copy.deepcopy(model)
     te_mx.unfreeze_weights(values, dequantize=True)
     ours, theirs = (

@@ -35,7 +35,8 @@ def config(**more):
 def on_codes(kind="mixtral", activations="bf16"):
     model = MODELS[kind]()
     te_mx.convert_model(model, filter_fn=lambda module, name: name.endswith("experts"))
-    te_mx.freeze_weights(model, drop_master=True, fmt="mxfp4", activations=activations)
+    fmt = "nvfp4" if kind == "gpt-oss" else "mxfp4"
+    te_mx.freeze_weights(model, drop_master=True, fmt=fmt, activations=activations)
     return model
 
 

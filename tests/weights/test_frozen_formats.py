@@ -23,13 +23,14 @@ every = pytest.mark.parametrize("kind", KINDS)
 NAMES = [name for name in formats.names() if not name.startswith("fp8_")]
 # Every block and element of weights once.
 NAMES += ["fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e5m2fnuz_128x128", "fp8_e4m3fnuz_128x1"]
+NAMES += ["nvfp4", "nvfp4_16x16"]
 named = pytest.mark.parametrize("name", NAMES)
 
 
 def recipe_of(name: str) -> BlockScaling:
     """Weights of a format; tokens too, but in blocks of one row."""
     rule = formats.get(name).scaling.rules[0]
-    tokens = re.sub(r"_128x\d+$", "_1x128", name)
+    tokens = re.sub(r"_128x\d+$", "_1x128", name).removesuffix("_16x16")
     return BlockScaling(x=tokens, w=name, g=tokens, scale_rule=rule)
 
 
@@ -57,7 +58,7 @@ def test_frozen_equals_unfrozen(kind, name):
     fmt = formats.get(name)
     for key in layer._weight_keys:
         rows, k = layer._shape_of(key)[-2:]
-        codes, scales = layer._codes(key)
+        codes, scales = layer._codes(key)[:2]
         assert codes.shape[-2:] == fmt.codes_shape(rows, k)
         assert scales.shape[-2:] == fmt.scales_shape(rows, k)
     te_mx.unfreeze_weights(layer, dequantize=True)

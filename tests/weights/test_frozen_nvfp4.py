@@ -1,0 +1,107 @@
+"""Frozen NVFP4 weights: what they take, what they multiply, and state_dicts that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import te_mx
+from te_mx.weights import state_dict as reader
+
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def frozen(fmt="nvfp4", activations="bf16", layer=None):
+    layer = layer or te_mx.Linear(80, 48, params_dtype=BF16)
+    te_mx.freeze_weights(layer, drop_master=True, fmt=fmt, activations=activations)
+    return layer
+
+
+def test_what_it_takes_and_says():
+    layer = frozen(layer=te_mx.Linear(1024, 512, bias=False))
+    assert "lies as nvfp4@rows, 0.56 bytes a parameter" in repr(layer)
+    assert sum(t.nbytes for t in layer.buffers()) <= 0.5626 * 1024 * 512
+    assert sum(t.nbytes for t in layer.state_dict().values()) <= 0.5626 * 1024 * 512
+    layer(torch.randn(3, 1024))
+    said = str(te_mx.audit(layer))
+    assert "weight only" in said and "nvfp4" in said
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("activations", ["bf16", "mxfp8", "mxfp4", "nvfp4", "nvfp4_rows"])
+def test_products_and_gradients_of_inputs(fmt, activations):
+    """fprop is te_mx.gemm's, dgrad a product with the values of the codes."""
+    torch.manual_seed(0)
+    layer = frozen(fmt, activations)
+    values = layer._source.values(layer, "weight")
+    w = te_mx.MXTensor((48, 80), fmt, rowwise_data=layer._codes("weight")[0],
+                       rowwise_scale=layer._codes("weight")[1],
+                       tensor_scale=layer._codes("weight")[2])  # fmt: skip
+    x = torch.randn(7, 80, dtype=BF16, requires_grad=True)
+    y = layer(x)
+    given = x.detach() if activations == "bf16" else te_mx.quantize(x.detach(), fmt=activations)
+    expected = te_mx.gemm(w, given, bias=layer.bias, out_dtype=BF16).out
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), y, rtol=1e-2, atol=1e-2)
+    g = torch.randn_like(y)
+    y.backward(g)
+    expected = (g.float() @ w.dequantize()).to(BF16)
+    torch.testing.assert_close(x.grad, expected, rtol=2e-2, atol=2e-2)
+    if (fmt, activations) in (("nvfp4", "bf16"), ("nvfp4_16x16", "nvfp4_rows")):
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+    assert torch.equal(values, w.dequantize(BF16))
+
+
+def test_copies_files_and_devices():
+    torch.manual_seed(0)
+    build = lambda: te_mx.GroupedLinear(2, 80, 48, params_dtype=BF16)  # noqa: E731
+    layer, x = frozen(layer=build()), torch.randn(6, 80, dtype=BF16)
+    y, state = layer(x, [2, 4]), layer.state_dict()
+    assert state["weight1_scale_2"].shape == () and state["weight0_scale"].dtype == (
+        torch.float8_e4m3fn
+    )
+    stacked = te_mx.GroupedLinear(2, 80, 48, params_dtype=BF16, single_grouped_weight=True)
+    with torch.device("meta"):
+        outline = build()
+    outline.load_state_dict(state, assign=True)
+    empty = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
+    alone = build()
+    alone.load_state_dict(dict(state))  # as safetensors holds it: the format by names and shapes
+    te_mx.freeze_weights(alone, drop_master=True, activations="bf16")
+    for other in (stacked, empty):
+        other.load_state_dict(state)
+    for other in (stacked, empty, outline, alone, layer.half().bfloat16(), copy.deepcopy(layer),
+                  pickle.loads(pickle.dumps(layer))):  # fmt: skip
+        assert torch.equal(other(x, [2, 4]), y)
+    te_mx.unfreeze_weights(stacked, dequantize=True)
+    assert torch.equal(stacked.weight, layer._source.values(layer, "weight"))
+
+
+def test_state_dicts_that_do_not_fit():
+    good = dict(frozen().state_dict())
+    e = 1 / good["weight_scale_2"]
+    for change, said in (
+        ({"weight_scale_2": None}, "MXFP4 has|needs a tensor scale beside them"),
+        ({"weight_scale_2": good["weight_scale_2"].double()}, "tensor scale must be a float32"),
+        ({"weight_scale_2": torch.ones(3)}, r"must have shape \(\), got \(3,\)"),
+        ({"weight_scale_2": e}, rf"says that weights reach .*; its reciprocal.* {2688 / e:.4g}"),
+        ({"weight_scale": good["weight_scale"].float()}, "must be float8_e4m3fn, or their bytes"),
+        ({"weight_scale": good["weight_scale"][:, :3]}, r"one scale per 16 columns"),
+        ({"weight": good["weight"][:, :30]}, r"must be \(48, 40\) and \(48, 5\)"),
+    ):
+        state = {k: v for k, v in (good | change).items() if v is not None}
+        for layer in (frozen(), te_mx.Linear(80, 48, params_dtype=BF16)):
+            before = copy.deepcopy(layer.state_dict())
+            with pytest.raises(RuntimeError, match=said if layer._source.dropped else "weight"):
+                layer.load_state_dict(state)
+            after = layer.state_dict()
+            assert all(torch.equal(before[k].view(-1), after[k].view(-1)) for k in before)
+    assert not reader.reciprocal_problem(torch.tensor(0.38))
