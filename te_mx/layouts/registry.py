@@ -9,6 +9,7 @@ from te_mx import formats
 from te_mx.formats import Format
 from te_mx.layouts.base import AnyLayout, Layout
 from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
+from te_mx.runtime.compiled import constant
 
 # Layouts by name; those with a number behind a colon by what makes them of it.
 _layouts: dict[str, Layout] = {one.name: one for one in (AnyLayout(), ROWS, COLS, GROUPED_COLS)}
@@ -86,3 +87,9 @@ def spec_of(spec: str) -> Spec:
             )
         found = _specs[spec] = made
     return found
+
+
+@constant
+def tensor_scaled(spec: str) -> bool:
+    """Whether matrices of a spec have a tensor scale beside codes and scales."""
+    return spec_of(spec).format.tensor_scaled
