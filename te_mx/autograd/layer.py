@@ -1,6 +1,8 @@
-"""The autograd functions behind te_mx.LayerNormLinear and te_mx.LayerNormMLP, and behind
+"""The autograd functions behind te_mx.LayerNormLinear and te_mx.LayerNormMLP, behind MLP blocks of
+other libraries' models that are fused where they stand (te_mx/fusion/fused_mlp.py), and behind
 te_mx.Linear where its roles have several formats: a normalization or none, a product, and in an MLP
-an activation and a second product.
+an activation and a second product. The first weight of a block is one parameter, or those of the
+gate and of the up projection, one behind the other: one GEMM all the same.
 
 Shapes: M tokens, K in_features (hidden_size), N out_features of the first product; of an MLP F
 ffn_hidden_size, N = 2F for gated activations, else F, and H out_features.
@@ -22,7 +24,9 @@ and b1's gradient sums dh as rounded.
 
 Saved for backward: x, with mean and rstd in fp32 (8 bytes a token); h; and for the GEMMs what
 autograd/linear.py saves: columnwise codes of z and a, 1.03 bytes an element, and the weights, or
-what the recipe says instead.
+what the recipe says instead. Joined weights are never saved: backward reads the parameters again.
+Codes of a block that backward can make again to the byte are not saved either: those of a, of h,
+and those of an x that a normalization just made, of what it was made of.
 
 Where the device has a kernel for it the layer is one native call each way: the kernels of the steps
 on the same bytes in the same order, of which only the host sees less.
@@ -30,6 +34,7 @@ on the same bytes in the same order, of which only the host sees less.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +44,12 @@ from te_mx._ops import Epilogue, Operand, Quantized, gemm_2d, quantized
 from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import layer_kernel
-from te_mx.autograd import linear_recipe, norm, sequence_parallel
+from te_mx.autograd import input_cache, linear_recipe, norm, sequence_parallel, weight_parts
 from te_mx.autograd.grad_target import WeightGradient
-from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight, TracedWeight
+from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, KeptWeight, TracedWeight
 from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, tag_of
-from te_mx.autograd.norm import NormStep
-from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
+from te_mx.autograd.norm import NormStep, Source, source_of
+from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, surely, unflatten
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.kernels import derive, derived
@@ -56,20 +61,40 @@ from te_mx.runtime.ran import LAST_RUN
 _known = derived()
 
 
+class Block(NamedTuple):
+    """What a block says beside. save_x: as of autograd.linear.Call. codes: stand in for quantizing
+    the parts of w1 and w2. lent: these parts and w2 are parameters of several ranks."""
+
+    save_x: bool = False
+    codes: tuple[KeptWeight, ...] = ()
+    lent: tuple[Any, ...] = ()
+
+
 class Call(NamedTuple):
     """What one call of the module fixes: without `act` there is one product; `return_z` returns z
-    beside y; with tags the kernels of fc1 and fc2 are recorded, as by autograd.linear.linear;
-    `tokens` as there."""
+    beside y; with tags the kernels of fc1 (for each of its parts) and fc2 are recorded, as by
+    autograd.linear.linear; `tokens` as there; `block` of one of other libraries."""
 
     step: NormStep
     act: Activation | None
     settings: Settings
     return_z: bool = False
-    tags: tuple[int, int] = (-1, -1)
+    tags: tuple[int, ...] = (-1, -1)
     tokens: Tokens | None = None
+    block: Block | None = None
+
+    def record(self, gemm: int) -> None:
+        """Note that the GEMM of fc1 was that of all its parts."""
+        first, *others = self.tags[:-1]
+        ran = LAST_RUN.get(first + gemm) if first >= 0 and others else None
+        for tag in others:
+            if ran is not None and tag >= 0:
+                LAST_RUN[tag + gemm] = ran
 
     @property
     def owner(self) -> str:
+        if self.block is not None:
+            return "te_mx: a fused MLP block"
         if self.act is not None:
             return "te_mx.LayerNormMLP"
         return "te_mx.Linear" if self.step.norm is None else "te_mx.LayerNormLinear"
@@ -95,7 +120,7 @@ class Weights(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients are asked for, of w1 and b1 for any part."""
 
     dx: bool
     norm_weight: bool
@@ -119,7 +144,7 @@ def activated(
     plan: linear_recipe.Input, need_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Quantized]:  # fmt: skip
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
-    step, act, settings, _, tags, _ = call
+    step, act, settings, _, tags, *_ = call
     assert act is not None
     if act.gelu_form:
         if isinstance(w, TracedWeight):
@@ -144,10 +169,10 @@ def through_activation(
 ) -> tuple[linear_recipe.Gradient, Tensor]:
     """dh, quantized for the GEMMs of fc1 as `need` (dz, dw1, db1) says, and its sums over the
     tokens."""
-    step, act, settings, _, tags, _ = call
+    step, act, settings, _, tags, *_ = call
     assert act is not None
     target, itself = linear_recipe.plan_gradient(h.device, settings, *need)
-    tag = tag_of(tags[1], DGRAD)
+    tag = tag_of(tags[-1], DGRAD)
     if act.gelu_form and gradient.q.row is not None:
         made = linear_recipe.dgrad(
             gradient, kept_w2, settings, h.dtype, tag, gelu=act.gelu_form, gelu_in=h,
@@ -166,54 +191,134 @@ def _row(q: Quantized) -> Operand:
     return q.row
 
 
+# ------------------------------------------------------------------------------------------- blocks
+def _makes_again(call: Call, plan_a: linear_recipe.Input) -> bool:
+    """Whether backward makes the columnwise codes of a again, of h. GELU inside a GEMM reads the
+    sums before they are rounded to h, so its codes cannot be made again."""
+    assert call.act is not None
+    again = call.act.gelu_form is None and linear_recipe.makes_again(call.settings)
+    return again and not plan_a.keep and bool(plan_a.target.col)
+
+
+def _made_again(call: Call, h: Tensor) -> Kept:
+    """The columnwise codes of a, as forward would have made them."""
+    assert call.act is not None
+    plan = linear_recipe.plan_input(h.device, call.settings, True)
+    target = Target("", plan.target.col, plan.target.rule)
+    made = act_quantize_2d(ActStep(h, None, call.act, call.step.dtype, False, target)).quantized.col
+    assert made is not None
+    return Kept.operand(made)
+
+
+def _quantized(
+    x: Tensor, parts: Sequence[Any], plan: linear_recipe.Input, settings: Settings, need_dx: bool,
+    kept: KeptWeight | None = None,
+) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
+    """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
+    `source_of` has what to make them of."""
+    q = input_cache.find(x, plan.target)
+    if q is None and source_of(x) is not None:
+        q = input_cache.find(x, plan.target._replace(col=""))
+    if q is None and kept is None and len(parts) == 1:
+        return linear_recipe.input_and_weight(x, plan, None, parts[0], settings, need_dx)
+    q = q or linear_recipe.quantized_input(x, plan)
+    return q, *weight_parts.operands(kept, parts, settings, need_dx)
+
+
+class _Again(NamedTuple):
+    """What backward of a block makes again, beside tensors: columns of a; those of x, by this step;
+    w1, of as many parts."""
+
+    a: bool = False
+    step: NormStep | None = None
+    parts: int = 0
+
+
+_NOT_AGAIN = _Again()
+
+
 # ------------------------------------------------------------------------------------ step by step
 class LayerFunction(torch.autograd.Function):
-    """y, or (y, z); gradients have the dtypes of what they belong to."""
+    """y, or (y, z); gradients have the dtypes of what they belong to. first: weight and bias of
+    every part of w1."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor,
-        b1: Tensor | None, w2: Tensor | None, b2: Tensor | None, weights: Weights, call: Call,
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        w2: Tensor | None, b2: Tensor | None, weights: Weights, call: Call, *first: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        need, settings, mlp = Needs(*ctx.needs_input_grad[:7]), call.settings, call.act is not None
-        plan_z = sequence_parallel.plan_input(x, settings, need.dw1, False, call.tokens)
-        w1_row, w1_col = linear_recipe.weight_operands(weights.kept[0], w1, settings, need.dz)
-        kept_a = kept_w2 = NOTHING
-        h = None
-        if mlp:
+        need, settings, block, tokens = _needs(ctx), call.settings, call.block, call.tokens
+        parts: Sequence[Any] = first[::2]
+        if block is not None and block.lent:
+            *parts, w2 = [one.local for one in block.lent]
+        b1, codes = weight_parts.joined(first[1::2]), () if block is None else block.codes
+        save_x = block is not None and block.save_x
+        plan_z = sequence_parallel.plan_input(x, settings, need.dw1, save_x, tokens)
+        if block is not None:
+            q, w1_row, w1_col = _quantized(x, parts, plan_z, settings, need.dz, weights.kept[0])
+        else:
+            w1_row, w1_col = linear_recipe.weight_operands(
+                weights.kept[0], parts[0], settings, need.dz
+            )
+        kept_a, kept_w2, h, again = NOTHING, NOTHING, None, _NOT_AGAIN
+        if call.act is not None:
             plan_a = linear_recipe.plan_input(x.device, settings, need.dw2)
+            if block is not None and _makes_again(call, plan_a):
+                again = _Again(a=True)
+                plan_a = plan_a._replace(target=plan_a.target._replace(col=""))
             w2_row, w2_col = linear_recipe.weight_operands(weights.kept[1], w2, settings, need.dh)
-        made = call.step.forward(
-            flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.target
-        )
-        row = sequence_parallel.rows_of_all(made.quantized.row, call.tokens)
+        norms, source, z = norm.NOTHING, None, None
+        if block is not None:
+            if need.dw1 and plan_z.target.col and q.col is None:
+                source = source_of(x)
+                assert source is not None
+                again = again._replace(step=source.step)
+            kept_z = plan_z.kept(q, x, need.dw1 and source is None)
+        else:
+            made = call.step.forward(
+                flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.target
+            )
+            q, z = made.quantized, made.z
+            norms = call.step.saved(x, norm_weight, made) if need.dz else norms
+            kept_z = plan_z.kept(q, z, need.dw1)
+        row = sequence_parallel.rows_of_all(q.row, tokens)
         dtype = call.step.dtype
-        if mlp:
-            h, a, qa = activated(row, w1_row, b1, call, plan_a, need.dh)
-            kept_a = plan_a.kept(qa, a, need.dw2)
+        if call.act is not None:
+            h, a, qa = activated(row, w1_row, b1, call, plan_a, need.dh or again.a)
+            call.record(FPROP)
+            kept_a = plan_a.kept(qa, a, need.dw2 and not again.a)
             kept_w2 = linear_recipe.kept_for_dgrad(w2_row, w2_col, w2, settings, need.dh)
-            y_M = linear_recipe.fprop(_row(qa), w2_row, b2, settings, dtype, call.tags[1])
+            y_M = linear_recipe.fprop(_row(qa), w2_row, b2, settings, dtype, call.tags[-1])
         else:
             y_M = linear_recipe.fprop(row, w1_row, b1, settings, dtype, call.tags[0])
-        norms = call.step.saved(x, norm_weight, made) if need.dz else norm.NOTHING
-        kept = (
-            plan_z.kept(made.quantized, made.z, need.dw1),
-            linear_recipe.kept_for_dgrad(w1_row, w1_col, w1, settings, need.dz),
-            kept_a,
-            kept_w2,
-        )
-        ctx.kept = [one.beside for one in kept]
+        kept_w1, own = weight_parts.kept_of((w1_row, w1_col), parts, settings, need.dz, codes)
+        kept = kept_z, kept_w1, kept_a, kept_w2
+        ctx.kept, ctx.again = [one.beside for one in kept], again._replace(parts=len(own))
         ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
-        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
-        y = sequence_parallel.unflatten_all(y_M, x, call.tokens)
-        z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
-        saved_h = h if need.dh else None
+        ctx.rows = [part.shape[0] for part in parts] if len(parts) > 1 else [0]
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, parts[0], b1, w2, b2)]
+        y = sequence_parallel.unflatten_all(y_M, x, tokens)
+        shown = (shaped(z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
+        saved_h = h if need.dh or again.a else None
         tensors = [t for one in kept for t in one.tensors]
-        return outputs(ctx, (*norms, saved_h, *tensors), y, *z)
+        made_of = () if source is None else source.tensors
+        return outputs(ctx, (*norms, saved_h, *tensors, *own, *made_of), y, *shown)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, ctx.call.owner, ctx, *grads)
+        call = ctx.call
+        made = run_backward(_backward, call.owner, ctx, *grads)
+        if call.block is None or not call.block.lent:
+            return made
+        *lent, last = call.block.lent  # parameters of several ranks
+        dx, d_weight, d_bias, dw2, db2, _, _, *first = made
+        first[::2] = [one.whole(dw) for one, dw in zip(lent, first[::2], strict=True)]
+        return dx, d_weight, d_bias, last.whole(dw2), db2, None, None, *first
+
+
+def _needs(ctx: Any) -> Needs:
+    x, norm_weight, norm_bias, w2, b2, _, _, *first = ctx.needs_input_grad
+    return Needs(x, norm_weight, norm_bias, any(first[::2]), any(first[1::2]), w2, b2)
 
 
 def _backward(
@@ -223,18 +328,24 @@ def _backward(
         one.with_tensors(saved[i : i + 3]) for one, i in zip(ctx.kept, (5, 8, 11, 14), strict=True)
     ]
     kept[0] = sequence_parallel.kept_of_all(kept[0], ctx.call.tokens)
-    made = _gradients(ctx, ctx.call.step, saved[:4], saved[4], kept, g, g_z)
-    return *made, None, None
+    need = _needs(ctx)
+    dx, d_weight, d_bias, dw1, db1, dw2, db2 = _gradients(
+        ctx, need, ctx.call.step, saved[:4], saved[4], kept, (g, g_z), ctx.again, saved[17:]
+    )
+    first = weight_parts.split_gradients(ctx.rows, dw1, db1, ctx.needs_input_grad[7:])
+    return dx, d_weight, d_bias, dw2, db2, None, None, *first
 
 
 def _gradients(
-    ctx: Any, step: NormStep, norms: Any, h: Tensor | None, kept: list[Kept], g: Tensor,
-    g_z: Tensor | None,
+    ctx: Any, need: Needs, step: NormStep, norms: Any, h: Tensor | None, kept: list[Kept],
+    grads: tuple[Tensor, Tensor | None], again: _Again = _NOT_AGAIN, own: Sequence[Any] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of x and of all parameters, from what was kept of z, w1, a and w2."""
-    need, call = Needs(*ctx.needs_input_grad[:7]), ctx.call
-    settings, (tag1, tag2), tokens = call.settings, call.tags, call.tokens
+    """The gradients of x and of all parameters, from what was kept of z, w1, a and w2. own: what w1
+    and the columns of x are made of again."""
+    call, (g, g_z) = ctx.call, grads
+    settings, tag1, tag2, block = call.settings, call.tags[0], call.tags[-1], call.block
     kept_z, kept_w1, kept_a, kept_w2 = kept
+    del kept
     bias_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
     dx = d_weight = d_bias = dw1 = db1 = dw2 = db2 = None
     if call.act is None:
@@ -244,27 +355,40 @@ def _gradients(
         gradient = linear_recipe.quantized_gradient(
             flatten(g), settings, need.dh, need.dw2, need.db2
         )
+        if need.dw2:
+            if again.a:
+                assert h is not None
+                kept_a = _made_again(call, h)
+            wgrad = linear_recipe.wgrad(gradient, kept_a, settings, tag_of(tag2, WGRAD))
+            dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
+            del wgrad
+        if need.db2:
+            db2 = gradient.q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
         if need.dh:
             assert h is not None
             wanted = need.dz, need.dw1, need.db1
             inner, sums = through_activation(call, gradient, kept_w2, h, wanted)
-        if need.dw2:
-            wgrad = linear_recipe.wgrad(gradient, kept_a, settings, tag_of(tag2, WGRAD))
-            dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
-        if need.db2:
-            db2 = gradient.q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
+        del gradient, kept_a, kept_w2
     if need.dz:
-        tag, dtype = tag_of(tag1, DGRAD), step.dtype if step.norm is not None else ctx.x_like[1]
-        if call.act is not None:
-            dtype = step.dtype
+        if again.parts:
+            kept_w1 = weight_parts.kept_again(own[: again.parts], block.codes, settings)
+        tag, dtype = tag_of(tag1, DGRAD), step.dtype
+        if block is not None or (step.norm is None and call.act is None):
+            dtype = ctx.x_like[1]
         dz = linear_recipe.dgrad(inner, kept_w1, settings, dtype, tag).out
-        dz = sequence_parallel.sum_of_mine(dz, tokens)
-        dx, d_weight, d_bias = step.backward(
-            dz, g_z, norms, ctx.x_like, ctx.needs_input_grad, bias_dtype
-        )
+        call.record(DGRAD)
+        del kept_w1
+        dz = sequence_parallel.sum_of_mine(dz, call.tokens)
+        dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, bias_dtype)
     if need.dw1:
+        if again.step is not None:
+            plan = linear_recipe.plan_input(g.device, settings, True)
+            kept_z = Kept.operand(
+                Source(tuple(own[again.parts :]), again.step).columns(plan.target)
+            )
         wgrad = linear_recipe.wgrad(inner, kept_z, settings, tag_of(tag1, WGRAD))
         dw1 = place(ctx.sinks[0], wgrad, w1_dtype)
+        call.record(WGRAD)
     if need.db1:
         db1 = sums.to(b1_dtype)  # type: ignore[union-attr]
     return dx, d_weight, d_bias, dw1, db1, dw2, db2
@@ -290,7 +414,7 @@ def _product(
 def _plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan | None:
     """The plan of a call; None where its steps run one by one. Gradients are enabled."""
     norm_weight, norm_bias, w1, b1, w2, b2 = p
-    step, act, settings, return_z, _, tokens = call
+    step, act, settings, return_z, _, tokens, _ = call
     device = x.device
     if tokens is not None or w1 is None or torch.compiler.is_compiling():
         return None
@@ -443,7 +567,9 @@ def _backward_in_one_call(
         of_inputs = [NOTHING if one is None else Kept.operand(one) for one in lies.inputs]
         kept_of = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
         norms = x, None if scale is None else scale.float(), lies.mean, lies.rstd
-        dx, d_weight, d_bias, *rest = _gradients(ctx, step, norms, lies.h, kept_of, g, g_z)
+        need = Needs(*ctx.needs_input_grad[:7])
+        made_so = _gradients(ctx, need, step, norms, lies.h, kept_of, (g, g_z))
+        dx, d_weight, d_bias, *rest = made_so
         d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
         return dx, d_weight, d_bias, *rest, None, None, None
 
@@ -520,7 +646,8 @@ def run_layer(
     if needs_gradient(x, *parameters):
         plan = _plan(x, parameters, weights, call)
         if plan is None:
-            made = LayerFunction.apply(x, *parameters, weights, call)
+            of_norm, (w1, b1, *second) = parameters[:2], parameters[2:]
+            made = LayerFunction.apply(x, *of_norm, *second, weights, call, w1, b1)
         else:
             made = OneCallLayer.apply(x, *parameters, weights, call, plan)
         return made[0], made[1] if call.return_z else None
@@ -540,3 +667,41 @@ def run_layer(
     y_M = linear_recipe.fprop(q, row, bias, settings, step.dtype, tag)
     y = sequence_parallel.unflatten_all(y_M, x, call.tokens)
     return y, None if parts.z is None else shaped(parts.z, x.shape)
+
+
+def run_block(
+    x: Tensor, first: Sequence[Tensor | None], w2: Tensor, b2: Tensor | None, weights: Weights,
+    call: Call,
+) -> Tensor:  # fmt: skip
+    """y [..., N] of x [..., H] through a block in MXFP8, differentiable; first: weight and bias of
+    each part of w1."""
+    if needs_gradient(x, w2, b2, *first):
+        return LayerFunction.apply(x, None, None, w2, b2, weights, call, *first)[0]
+    settings, dtype = call.settings, call.step.dtype
+    plan = linear_recipe.plan_input(x.device, settings, False)
+    parts: Any = first[::2]
+    if len(parts) > 1 and not surely(x.numel() >= parts[0].numel()):
+        qa = _activated_apart(x, parts, first[1::2], plan, call)
+    else:
+        q, w1_row, _ = _quantized(x, parts, plan, settings, False, weights.kept[0])
+        _, _, qa = activated(_row(q), w1_row, weight_parts.joined(first[1::2]), call, plan, False)
+        call.record(FPROP)
+    w2_row, _ = linear_recipe.weight_operands(weights.kept[1], w2, settings, False)
+    return unflatten(linear_recipe.fprop(_row(qa), w2_row, b2, settings, dtype, call.tags[-1]), x)
+
+
+def _activated_apart(
+    x: Tensor, parts: Sequence[Tensor], biases: Sequence[Tensor | None], plan: linear_recipe.Input,
+    call: Call,
+) -> Quantized:  # fmt: skip
+    """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
+    make."""
+    settings, dtype, act = call.settings, call.step.dtype, call.act
+    assert act is not None and call.block is not None
+    q, made = linear_recipe.quantized_input(x, plan), []
+    for i, (weight, bias) in enumerate(zip(parts, biases, strict=True)):
+        kept = call.block.codes[i] if call.block.codes else None
+        row, _ = linear_recipe.weight_operands(kept, weight, settings, False)
+        made.append(linear_recipe.fprop(_row(q), row, bias, settings, dtype, call.tags[i]))
+    step = ActStep(torch.cat(made, 1), None, act, dtype, False, plan.target)
+    return act_quantize_2d(step).quantized

@@ -103,15 +103,14 @@ def operands(
 def kept_of(
     weight: tuple[Operand, Operand | None], parts: Sequence[Tensor], settings: Settings,
     need: bool, codes: Codes = (),
-) -> tuple[Kept, Sequence[Tensor | None]]:  # fmt: skip
-    """What dgrad needs of a weight: something quantized, or what it is joined of: parameters, or
-    their codes, whose memory FSDP2 frees, and fills again for backward."""
+) -> tuple[Kept, Sequence[Tensor]]:  # fmt: skip
+    """What dgrad needs of a weight: something quantized, or itself; and what it is joined of if
+    that is to be joined again: parameters, or their codes, whose memory FSDP2 frees, and fills
+    again for backward."""
     if codes and need and len(parts) > 1:
         return Kept(), [t for one in codes[:-1] for t in one.row[:2]]
     kept = linear_recipe.kept_for_dgrad(*weight, parts[0], settings, need)
-    if kept.spec or not need:
-        return kept, [None] * len(parts)
-    return Kept(), parts
+    return (kept, ()) if kept.spec or not need or len(parts) == 1 else (Kept(), parts)
 
 
 def _starts_from_values(row: Operand, settings: Settings) -> bool:
@@ -129,8 +128,6 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
         if _starts_from_values(parts[0], settings):
             return Kept.itself(dequantize_joined_2d(parts, parts[0].format.exact_dtype))
         return Kept.operand(_joined_codes(parts, settings).row)
-    if len(own) == 1:
-        return Kept.itself(own[0])
     if linear_recipe.needs_columns(settings, True):
         form = linear_recipe.roles(own[0].device, settings).w
         made = quantize_joined_2d(own, col=form.col, rule=settings.scale_rule).col
@@ -145,6 +142,8 @@ def split_gradients(
     rows: Sequence[int], dw: Tensor | None, db: Tensor | None, need: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of weight and bias of every part, as far as they are needed."""
+    if len(rows) == 1:
+        return [dw, db]
     nothing: list[Tensor | None] = [None] * len(rows)
     weights = nothing if dw is None else list(dw.split(list(rows)))
     biases = nothing if db is None else list(db.split(list(rows)))

@@ -1,7 +1,7 @@
 """What an MLP block of another library's model does once convert_model(fuse=True) has fused it.
 
 The block keeps its class as a base, and its three (or two) linear layers. In MXFP8 it runs as one
-step, see autograd/mlp.py; whenever that would not be what its own forward does, its own
+step, see autograd/layer.py; whenever that would not be what its own forward does, its own
 forward runs, on the very layers.
 """
 
@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from te_mx import formats
-from te_mx.autograd.mlp import BlockCall, mlp_block
+from te_mx.autograd.layer import Block, Call, Weights, run_block
+from te_mx.autograd.norm import NormStep
+from te_mx.autograd.weight_parts import of_codes
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.fusion.class_swap import Reclassed
@@ -134,8 +136,10 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
     else:
         held = [(one.parameter, b) for one, (_, b) in zip(lent, held, strict=False)]
         w2 = lent[-1].parameter
-    call = BlockCall(act, settings, output_dtype(x), tags, sinks, save_x, codes, lent)
-    return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
+    step, block = NormStep(None, False, output_dtype(x)), Block(save_x, codes, lent)
+    call = Call(step, act, settings, False, tags, None, block)
+    first_parts = [t for pair in held for t in pair]
+    return run_block(x, first_parts, w2, b2, Weights(of_codes(codes, settings), sinks), call)
 
 
 def why_not_these(x: Any, layers: list[Linear]) -> str:

@@ -114,8 +114,8 @@ class Options:
         given: the arguments by name, as ``locals()`` of the constructor has them.
         sizes: names of those that are sizes; `sizes` are their values.
 
-    `device` and `dtype` say where parameters are made, `how` between which ranks the module is
-    shared (tensor_parallel.py), in a `mode`.
+    `given` has them all, `device` and `dtype` say where parameters are made, `how` between which
+    ranks the module is shared (tensor_parallel.py), in a `mode`.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or value, by name.
@@ -123,7 +123,7 @@ class Options:
     """
 
     def __init__(self, kind: str, given: Mapping[str, Any], *sizes: str) -> None:
-        self._owner, self._given = f"te_mx.{kind}", dict(given)
+        self._owner, self.given = f"te_mx.{kind}", dict(given)
 
         def some(names: Iterable[str]) -> dict[str, Any]:
             return {name: given[name] for name in names if name in given}
@@ -151,5 +151,5 @@ class Options:
     def keep(self, module: Any) -> None:
         """Set the attributes of a module that are arguments of its constructor as they are."""
         for name in _KEPT:
-            if name in self._given:
-                setattr(module, name, self._given[name])
+            if name in self.given:
+                setattr(module, name, self.given[name])

@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx.autograd import node
-from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
-from te_mx.autograd.node import needs_gradient
-from te_mx.context.region import is_tracing
 from te_mx.nn.arguments import Options, refuse
-from te_mx.nn.norm_base import NormModule, default_init
+from te_mx.nn.norm_base import NormModule
 from te_mx.nn.tensor_parallel import COLUMN, ROW
-from te_mx.recipes.settings import Settings
 from te_mx.weights import split
 
 
@@ -58,8 +54,6 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
-    init_method: Callable[[Tensor], Any] | None
-
     def __init__(
         self,
         in_features: int,
@@ -96,33 +90,12 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         in_features, out_features = options.sizes
         out_features = options.part(COLUMN, "out_features", out_features)
         self.parallel_mode = parallel_mode
-        self._start(in_features, eps, normalization, zero_centered_gamma)
+        self._start(options, in_features)
         self.in_features, self.out_features = in_features, out_features
-        self.use_bias = bias
-        options.keep(self)
-        device, dtype = options.device, options.dtype
-        self._norm_parameters(device, dtype)
-        shape = (out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self._make_parameters(options, (out_features, in_features))
         if parameters_split is not None:
             self._split_into(parameters_split, out_features, options.ranks(COLUMN))
-        self._finish_building()
-        if delay_wgrad_compute:
-            self._start_delaying()
-        self._share(parallel_mode, options.how, tp_group)
-
-    def _initialize(self) -> None:
-        """Transformer Engine's initialization: see the class."""
-        self.reset_layer_norm_parameters()
-        init = self.init_method or default_init
-        for weight in self._parts("weight"):
-            init(weight)
-        for bias in self._parts("bias"):
-            nn.init.zeros_(bias)
+        self._complete(options)
 
     def forward(
         self,
@@ -153,12 +126,7 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         if not (fp8_output is fp8_grad is False or isinstance(inp, Proxy)):
             refuse("LayerNormLinear", "fp8_output", fp8_output)
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)
-        settings, made = self._enter(inp, is_first_microbatch)
-        if settings is None:
-            return made
-        want_z = self.return_layernorm_output
-        out, bias, z = self._steps(inp, is_first_microbatch, settings, want_z)
-        return self._returned(out, bias, z) if want_z or self.return_bias else out
+        return self._forward(inp, is_first_microbatch)
 
     def _with_normalized(self, inp: Tensor) -> tuple[Tensor, Tensor]:
         """(y, z): what `forward` makes of `inp`, the bias added unless `return_bias` says
@@ -182,54 +150,8 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         assert made is not None
         return out, made
 
-    def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        return self._returned(*self._plain(inp, is_first_microbatch))
-
-    def _plain(self, inp: Tensor, first: bool | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """y, the bias and z in high precision."""
-        weight, bias = self._weight_and_bias()
-        z = self._plain_norm(inp)
-        added = None if self.return_bias else bias
-        return self._plain_linear(z, "weight", weight, added, first), bias, z
-
-    def _steps(
-        self, inp: Tensor, first: bool | None, settings: Settings, want_z: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """y, the bias, and z at least if it is wanted."""
-        source = self._source
-        weight, bias = self._weight_and_bias()
-        added = None if self.return_bias else bias
-        norm_weight, norm_bias = self._held("layer_norm_weight", "layer_norm_bias")
-        in_features, out_features = self.in_features, self.out_features
-        usual = self._are_usual(inp, in_features, (
-            (norm_weight, None if self.normalization is None else (in_features,)),
-            (norm_bias, None if norm_bias is None else (in_features,)),
-            (weight, (out_features, in_features)),
-            (added, None if added is None else (out_features,)),
-        ))  # fmt: skip
-        if not usual:
-            self._check(inp, "in_features", norm_weight, norm_bias)
-            source.check(self, "weight", weight, (out_features, in_features), inp.device)
-            if added is not None:
-                self._check_parameter("bias", added, (out_features,), inp.device)
-        step = self._step(inp)
-        tag = self._tag_now() if is_tracing() or self._tag < 0 else self._tag
-        need_dx = needs_gradient(inp, norm_weight, norm_bias)
-        plain = not (need_dx or needs_gradient(added))
-        (made,) = source.prepared(self, {"weight": need_dx}, inp, settings, first, plain)
-        settings, kept, few = made
-        if few is not None:
-            z, beside = self._few_normalized(inp, few)
-            y = few.run(z, added, step.dtype, tag, **beside)
-            if y is not None:
-                return y, bias, z
-        sink = None
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            sink = source.grad_target(self, self._gradients_of("weight", weight), first)
-        call = Call(step, None, settings, want_z, (tag, -1), self._tokens)
-        parameters = Parameters(norm_weight, norm_bias, weight, added)
-        out, normalized = run_layer(inp, parameters, Weights((kept, None), (sink, None)), call)
-        return out, bias, normalized
+    def _linears(self) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
+        return [*self._weight_and_bias()], ((self.out_features, self.in_features),)
 
     def _described(self) -> str:
         shown = (

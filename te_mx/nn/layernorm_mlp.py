@@ -11,21 +11,16 @@ from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from te_mx.autograd import node
-from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
 from te_mx.autograd.linear import Call as linear_call
 from te_mx.autograd.linear import linear
-from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.autograd.node import needs_gradient
-from te_mx.context.region import is_tracing, output_dtype
-from te_mx.dispatch.fused import NORMS
+from te_mx.context.region import output_dtype
+from te_mx.dispatch.fused import NORMS, Activation
 from te_mx.nn import activations
 from te_mx.nn.arguments import Options
-from te_mx.nn.frozen_mlp import run_gated
 from te_mx.nn.norm_base import (
     NormModule,
-    Together,
-    default_init,
 )
 from te_mx.nn.tensor_parallel import BOTH
 from te_mx.recipes.settings import Mixed
@@ -81,15 +76,15 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
     """
 
     _norms = (*NORMS, None)
-    _weight_keys = ("fc1_weight", "fc2_weight")
+    _linear_names = "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
+    _weight_keys = "fc1_weight", "fc2_weight"
+    _size_name = "hidden_size"
+    _act: Activation
     checkpoint: bool = False
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
-
-    init_method: Callable[[Tensor], Any] | None
-    output_layer_init_method: Callable[[Tensor], Any] | None
 
     def __init__(
         self,
@@ -125,43 +120,18 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         options = Options("LayerNormMLP", locals(), "hidden_size", "ffn_hidden_size")
         hidden_size, ffn_hidden_size = options.sizes
         ffn_hidden_size = options.part(BOTH, "ffn_hidden_size", ffn_hidden_size)
-        self._start(hidden_size, eps, normalization, zero_centered_gamma)
+        self._start(options, hidden_size)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation
         self._act = activations.resolve("te_mx.LayerNormMLP", activation, activation_params)
-        self.use_bias = bias
         if normalization is None and return_layernorm_output:
             raise ValueError(
                 "te_mx.LayerNormMLP: return_layernorm_output=True needs a normalization, got "
                 "normalization=None"
             )
-        options.keep(self)
-        device, dtype = options.device, options.dtype
-        self._norm_parameters(device, dtype)
-        fc1_rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
-        for layer, rows, cols in (
-            ("fc1", fc1_rows, hidden_size),
-            ("fc2", hidden_size, ffn_hidden_size),
-        ):
-            weight = torch.empty((rows, cols), device=device, dtype=dtype)
-            self.register_parameter(f"{layer}_weight", nn.Parameter(weight))
-            value = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-            self.register_parameter(f"{layer}_bias", value)
-        self._finish_building()
-        if delay_wgrad_compute:
-            self._start_delaying()
-        self._share(options.mode, options.how, tp_group)
-
-    def _initialize(self) -> None:
-        """Transformer Engine's initialization: see the class."""
-        self.reset_layer_norm_parameters()
-        for name in self._parts_of("fc1_weight"):
-            (self.init_method or default_init)(getattr(self, name))
-        (self.output_layer_init_method or default_init)(self.fc2_weight)
-        for name in (*self._parts_of("fc1_bias"), "fc2_bias"):
-            bias = getattr(self, name)
-            if bias is not None:
-                nn.init.zeros_(bias)
+        rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
+        self._make_parameters(options, (rows, hidden_size), (hidden_size, ffn_hidden_size))
+        self._complete(options)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., hidden_size] -> [..., hidden_size]; then fc2_bias under `return_bias`, then the
@@ -192,127 +162,37 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
             )  # fmt: skip
         return self._forward(inp, is_first_microbatch)
 
-    def _forward(self, inp: Tensor, first: bool | None) -> Any:
-        settings, made = self._enter(inp, first)
-        if settings is None:
-            return made
-        if type(settings) is Mixed:
-            return self._in_two(inp, first, settings)
-        source = self._source
-        norm_weight, norm_bias, w1, b1, w2, bias = self._all_parameters()
-        b2 = None if self.return_bias else bias
+    def _linears(self) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         rows = 2 * ffn if self._act.gated else ffn
-        usual = self._are_usual(inp, hidden, (
-            (norm_weight, None if self.normalization is None else (hidden,)),
-            (norm_bias, None if norm_bias is None else (hidden,)),
-            (w1, (rows, hidden)), (b1, None if b1 is None else (rows,)),
-            (w2, (hidden, ffn)), (b2, None if b2 is None else (hidden,)),
-        ))  # fmt: skip
-        if not usual:
-            self._check(inp, "hidden_size", norm_weight, norm_bias)
-            self._check_layers(inp.device, w1, b1, w2, b2)
-        tag = self._tag_now() if is_tracing() or self._tag < 0 else self._tag
-        tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
-        need_dz = needs_gradient(inp, norm_weight, norm_bias)
-        need_dh = need_dz or needs_gradient(w1, b1)
-        plain = not (need_dh or needs_gradient(b2))
-        needs = {"fc1_weight": need_dz, "fc2_weight": need_dh}
-        one, two = source.prepared(self, needs, inp, settings, first, plain)
-        if one.product is not None:
-            made = self._few(inp, (b1, b2), (one.product, two.product), tags)
-            if made is not None:
-                return self._returned(made[0], bias, made[1])
-        sinks: Any = None, None
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            queue = self._queue_of_both()
-            sinks = tuple([
-                source.grad_target(self, self._gradients_of(key, weight), first, queue)
-                for key, weight in zip(needs, (w1, w2), strict=True)
-            ])  # fmt: skip
-        return_z, step = self.return_layernorm_output, self._step(inp)
-        call = Call(step, self._act, one.settings, return_z, tags, self._tokens)
-        parameters = Parameters(norm_weight, norm_bias, w1, b1, w2, b2)
-        out, z = run_layer(inp, parameters, Weights((one.kept, two.kept), sinks), call)
-        return self._returned(out, bias, z) if return_z or self.return_bias else out
+        return self._all_parameters(), ((rows, hidden), (hidden, ffn))
 
     def _in_two(self, inp: Tensor, first: bool | None, settings: Mixed) -> Any:
         """A forward where fc1 and fc2 run with different recipes: as a te_mx.LayerNormLinear, the
         activation of torch, and a te_mx.Linear.
         """
         one, two = settings.each
-        norm_weight, norm_bias, w1, b1, w2, bias = self._all_parameters()
-        self._check(inp, "hidden_size", norm_weight, norm_bias)
-        self._check_layers(inp.device, w1, b1, w2, bias)
-        b2, source, queue = None if self.return_bias else bias, self._source, self._queue_of_both()
-        tag = self._tag_now()
-        tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
+        p, bias = self._read(inp)
+        source, queue, tags = self._source, self._queue_of_call(), self._tags()
         if one is None:
             z: Any = self._plain_norm(inp)
-            h = self._plain_linear(z, "fc1_weight", w1, b1, first, queue)
+            h = self._plain_linear(z, "fc1_weight", p.w1, p.b1, first, queue)
         else:
-            need = needs_gradient(inp, norm_weight, norm_bias)
+            need = needs_gradient(inp, p.norm_weight, p.norm_bias)
             kept = source.operands(self, "fc1_weight", one, first, inp.device, need)
-            sink = self._sink("fc1_weight", w1, first, queue)
+            sink = self._sink("fc1_weight", p.w1, first, queue)
             call = Call(self._step(inp), None, one, self.return_layernorm_output, (tags[0], -1))
-            parameters = Parameters(norm_weight, norm_bias, w1, b1)
-            h, z = run_layer(inp, parameters, Weights((kept, None), (sink, None)), call)
+            weights = Weights((kept, None), (sink, None))
+            h, z = run_layer(inp, Parameters(*p[:4]), weights, call)
         a = activations.plain(h, self._act)
         if two is None:
-            out = self._plain_linear(a, "fc2_weight", w2, b2, first, queue)
+            out = self._plain_linear(a, "fc2_weight", p.w2, p.b2, first, queue)
         else:
             kept = source.operands(self, "fc2_weight", two, first, a.device, needs_gradient(a))
-            sink = self._sink("fc2_weight", w2, first, queue)
-            out = linear(a, w2, b2, linear_call(two, output_dtype(inp), tags[1], kept, False, sink))
+            sink = self._sink("fc2_weight", p.w2, first, queue)
+            call_two = linear_call(two, output_dtype(inp), tags[1], kept, False, sink)
+            out = linear(a, p.w2, p.b2, call_two)
         return self._returned(out, bias, z)
-
-    def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
-        _, _, w1, b1, w2, bias = self._all_parameters()
-        b2 = None if self.return_bias else bias
-        queue = self._queue_of_both()
-        z = self._plain_norm(inp)
-        h = self._plain_linear(z, "fc1_weight", w1, b1, first, queue)
-        a = activations.plain(h, self._act)
-        out = self._plain_linear(a, "fc2_weight", w2, b2, first, queue)
-        return self._returned(out, bias, z)
-
-    def _queue_of_both(self) -> Queue | None:
-        queue = self._wgrad_queue()
-        both: Any = None if queue is None else Together(queue)
-        return both
-
-    def _few(
-        self, inp: Tensor, biases: tuple[Tensor | None, Tensor | None], products: tuple[Any, Any],
-        tags: tuple[int, int],
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """The result and z where there are products of few rows, without quantized steps. An
-        activation that is not gated runs inside of the first, where that quantizes."""
-        (one, two), act, dtype = products, self._act, output_dtype(inp)
-        z, beside = self._few_normalized(inp, one)
-        if one.as_is:
-            h = one.run(z, biases[0], dtype, tags[0])
-            return two.run(activations.plain(h, act), biases[1], dtype, tags[1]), z
-        h = one.run(z, biases[0], dtype, tags[0], act=None if act.gated else act.name, **beside)
-        if h is None:
-            return None
-        if act.gated:
-            y = run_gated(two, [h], act, biases[1], tags[1])
-        else:
-            y = two.run(h, biases[1], dtype, tags[1])
-        return None if y is None else (y, z)
-
-    def _check_layers(
-        self, device: torch.device, w1: Tensor | None, b1: Tensor | None, w2: Tensor | None,
-        b2: Tensor | None,
-    ) -> None:  # fmt: skip
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        rows = 2 * ffn if self._act.gated else ffn
-        self._source.check(self, "fc1_weight", w1, (rows, hidden), device)
-        self._source.check(self, "fc2_weight", w2, (hidden, ffn), device)
-        if b1 is not None:
-            self._check_parameter("fc1_bias", b1, (rows,), device)
-        if b2 is not None:
-            self._check_parameter("fc2_bias", b2, (hidden,), device)
 
     def _described(self) -> str:
         return (

@@ -1,5 +1,5 @@
-"""What te_mx.LayerNormLinear and te_mx.LayerNormMLP share: the normalization's parameters, weights
-that stand still, checks and checkpoints.
+"""What te_mx.LayerNormLinear and te_mx.LayerNormMLP share, which is all but names and sizes: a
+normalization and one linear layer behind it, or two with an activation between them.
 
 Normalizations outside of MXFP8: torch's own functions, in fp32 where torch's would add up the
 gradients of 16-bit parameters in 16 bits.
@@ -15,13 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx.autograd.grad_target import Queue
+from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
+from te_mx.autograd.linear_recipe import GEMMS
+from te_mx.autograd.node import needs_gradient
 from te_mx.autograd.norm import NormStep, normalized
 from te_mx.autograd.saved import flatten
-from te_mx.context.region import backward_pass_id, output_dtype
-from te_mx.dispatch.fused import NORMS, Norm, Target
+from te_mx.context.region import backward_pass_id, is_tracing, output_dtype
+from te_mx.dispatch.fused import NORMS, Activation, Norm, Target
+from te_mx.nn import activations
+from te_mx.nn.arguments import Options
 from te_mx.nn.base import MXModule
+from te_mx.nn.frozen_mlp import run_gated
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
+from te_mx.recipes.settings import Mixed, Settings
 from te_mx.runtime.arguments import check_number, check_one_of
+from te_mx.weights.source import Prepared
 
 NARROW = torch.bfloat16, torch.float16
 
@@ -58,27 +66,58 @@ class NormModule(MXModule, nn.Module):
     """A module that normalizes its input and runs linear steps on the result."""
 
     _norms: tuple[str | None, ...] = NORMS
+    _linear_names: tuple[str, ...] = ("weight", "bias")  # of the parameters of each linear layer
+    _size_name = "in_features"
+    _act: Activation | None = None  # between two layers
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
     return_bias: bool
     return_layernorm_output: bool
+    init_method: Callable[[Tensor], Any] | None
+    output_layer_init_method: Callable[[Tensor], Any] | None = None
 
-    def _start(
-        self, size: int, eps: float, normalization: str | None, zero_centered_gamma: bool
-    ) -> None:
-        """Attributes of the normalization; called before the parameters are made."""
-        owner = f"te_mx.{type(self).__name__}"
-        check_one_of(f"{owner}: normalization", normalization, self._norms)
-        self.eps = check_number(f"{owner}: eps", eps, 0)
-        self.normalization = normalization
-        self.zero_centered_gamma = zero_centered_gamma
+    def _start(self, options: Options, size: int) -> None:
+        """Attributes of all such modules; called before the parameters are made."""
+        owner, given = f"te_mx.{type(self).__name__}", options.given
+        check_one_of(f"{owner}: normalization", given["normalization"], self._norms)
+        self.eps = check_number(f"{owner}: eps", given["eps"], 0)
+        self.normalization = given["normalization"]
+        self.zero_centered_gamma = given["zero_centered_gamma"]
         self._size = size
+        self.use_bias = given["bias"]
+        options.keep(self)
 
-    def _norm_parameters(self, device: Any, dtype: torch.dtype | None) -> None:
-        for kind, norms in (("weight", NORMS), ("bias", NORMS[:1])):
-            value = torch.empty(self._size, device=device, dtype=dtype)
-            made = nn.Parameter(value) if self.normalization in norms else None
-            self.register_parameter(f"layer_norm_{kind}", made)
+    def _make_parameters(self, options: Options, *shapes: tuple[int, int]) -> None:
+        """Those of the normalization and of linear layers of these shapes."""
+
+        def make(name: str, shape: Any, there: bool = True) -> None:
+            value = torch.empty(shape, device=options.device, dtype=options.dtype)
+            self.register_parameter(name, nn.Parameter(value) if there else None)
+
+        make("layer_norm_weight", self._size, self.normalization in NORMS)
+        make("layer_norm_bias", self._size, self.normalization == "LayerNorm")
+        for i, shape in enumerate(shapes):
+            make(self._linear_names[2 * i], shape)
+            make(self._linear_names[2 * i + 1], shape[0], self.use_bias)
+
+    def _complete(self, options: Options) -> None:
+        """The end of a constructor."""
+        self._finish_building()
+        if options.given["delay_wgrad_compute"]:
+            self._start_delaying()
+        self._share(options.mode, options.how, options.given["tp_group"])
+
+    def _initialize(self) -> None:
+        """Transformer Engine's initialization: see the classes."""
+        self.reset_layer_norm_parameters()
+        inits = self.init_method or default_init, self.output_layer_init_method or default_init
+        zeros = (nn.init.zeros_,) * len(inits)
+        for names, of in ((self._linear_names[::2], inits), (self._linear_names[1::2], zeros)):
+            for name, init in zip(names, of, strict=False):
+                for part in self._parts_of(name):
+                    value = getattr(self, part)
+                    if value is not None:
+                        init(value)
 
     def reset_layer_norm_parameters(self) -> None:
         """Weights that scale by 1 (0 where they are zero-centered), biases 0."""
@@ -135,24 +174,135 @@ class NormModule(MXModule, nn.Module):
         assert made.z is not None
         return made.z.view(inp.shape), {"row": made.quantized.row}
 
+    def _few(
+        self, inp: Tensor, p: Parameters, products: tuple[Any, Any], tags: tuple[int, int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """The result and z where there are products of few rows, without quantized steps. An
+        activation that is not gated runs inside of the first, where that quantizes."""
+        (one, two), act, dtype = products, self._act, output_dtype(inp)
+        z, beside = self._few_normalized(inp, one)
+        if act is None:
+            y = one.run(z, p.b1, dtype, tags[0], **beside)
+        elif one.as_is:
+            h = one.run(z, p.b1, dtype, tags[0])
+            return two.run(activations.plain(h, act), p.b2, dtype, tags[1]), z
+        else:
+            y = one.run(z, p.b1, dtype, tags[0], act=None if act.gated else act.name, **beside)
+            if y is not None and act.gated:
+                y = run_gated(two, [y], act, p.b2, tags[1])
+            elif y is not None:
+                y = two.run(y, p.b2, dtype, tags[1])
+        return None if y is None else (y, z)
+
+    def _tags(self) -> tuple[int, int]:
+        """The first slots of both layers."""
+        tag = self._tag_now() if is_tracing() or self._tag < 0 else self._tag
+        return tag, tag + len(GEMMS) if tag >= 0 and self._act is not None else -1
+
+    def _forward(self, inp: Tensor, first: bool | None) -> Any:
+        settings, made = self._enter(inp, first)
+        if settings is None:
+            return made
+        if type(settings) is Mixed:
+            return self._in_two(inp, first, settings)
+        want_z = self.return_layernorm_output
+        out, bias, z = self._steps(inp, first, settings, want_z)
+        return self._returned(out, bias, z) if want_z or self.return_bias else out
+
+    def _in_two(self, inp: Tensor, first: bool | None, settings: Mixed) -> Any:
+        """A forward whose layers run with different recipes."""
+        raise NotImplementedError
+
+    def _steps(
+        self, inp: Tensor, first: bool | None, settings: Settings, want_z: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """y, the last bias, and z at least if it is wanted."""
+        source, keys = self._source, self._weight_keys
+        p, bias = self._read(inp)
+        tags = self._tags()
+        need = needs_gradient(inp, p.norm_weight, p.norm_bias)
+        needs, added = {keys[0]: need}, p.b1
+        if self._act is not None:
+            needs[keys[1]] = need = need or needs_gradient(p.w1, p.b1)
+            added = p.b2
+        plain = not (need or needs_gradient(added))
+        one, *others = source.prepared(self, needs, inp, settings, first, plain)
+        two = others[0] if others else Prepared(settings)
+        if one.product is not None:
+            made = self._few(inp, p, (one.product, two.product), tags)
+            if made is not None:
+                return made[0], bias, made[1]
+        sinks: Any = [None, None]
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            queue = self._queue_of_call()
+            for i, key in enumerate(needs):
+                parts = self._gradients_of(key, p[2 + 2 * i])
+                sinks[i] = source.grad_target(self, parts, first, queue)
+        weights = Weights((one.kept, two.kept), tuple(sinks))
+        call = Call(self._step(inp), self._act, one.settings, want_z, tags, self._tokens)
+        out, z = run_layer(inp, p, weights, call)
+        return out, bias, z
+
+    def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
+        return self._returned(*self._plain(inp, first))
+
+    def _plain(self, inp: Tensor, first: bool | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """y, the last bias and z in high precision."""
+        layers, queue = self._linears()[0], self._queue_of_call()
+        bias = layers[-1]
+        if self.return_bias:
+            layers[-1] = None
+        z = y = self._plain_norm(inp)
+        for i, key in enumerate(self._weight_keys):
+            if i and self._act is not None:
+                y = activations.plain(y, self._act)
+            weight, added = layers[2 * i : 2 * i + 2]
+            y = self._plain_linear(y, key, weight, added, first, queue)
+        return y, bias, z
+
+    def _queue_of_call(self) -> Queue | None:
+        """Where the weight gradients of one call wait, if they do."""
+        queue = self._wgrad_queue()
+        together: Any = queue if queue is None or self._act is None else Together(queue)
+        return together
+
     def _returned(self, out: Tensor, bias: Tensor | None, z: Tensor | None) -> Any:
         extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out
 
     # ----------------------------------------------------------------------------- checks and names
-    def _check(
-        self, inp: Tensor, size_name: str, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """Check the input, and the parameters of the normalization."""
-        size = self._size
-        self._check_shape(inp, size_name, size)
+    def _linears(self) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
+        """Weight and bias of every linear layer, whole, one behind the other; and the shapes that
+        the weights have."""
+        raise NotImplementedError
+
+    def _read(self, inp: Tensor) -> tuple[Any, Tensor | None]:
+        """The Parameters that a quantized forward of inp reads, checked, and the last bias, which
+        may not be added. One look where everything is as usual, all checks where it is not."""
+        size, norms = self._size, self._held("layer_norm_weight", "layer_norm_bias")
+        layers, shapes = self._linears()
+        bias = layers[-1]
+        if self.return_bias:
+            layers[-1] = None
+        wanted: list[Any] = [None if self.normalization is None else (size,)]
+        wanted.append(None if norms[1] is None else (size,))
+        for i, shape in enumerate(shapes):
+            wanted += shape, None if layers[2 * i + 1] is None else shape[:1]
+        read = Parameters(*norms, *layers)
+        if not self._are_usual(inp, size, tuple(zip(read, wanted, strict=False))):
+            self._check_all(inp, read, wanted)
+        return read, bias
+
+    def _check_all(self, inp: Tensor, read: Parameters, shapes: list[Any]) -> None:
+        self._check_shape(inp, self._size_name, self._size)
         self._check_kind(inp)
-        device = inp.device
-        if self.normalization is not None:
-            self._check_parameter("layer_norm_weight", weight, (size,), device)
-        if bias is not None:
-            self._check_parameter("layer_norm_bias", bias, (size,), device)
+        names = "layer_norm_weight", "layer_norm_bias", *self._linear_names
+        for name, value, shape in zip(names, read, shapes, strict=False):
+            if name in self._weight_keys:
+                self._source.check(self, name, value, shape, inp.device)
+            elif shape is not None:
+                self._check_parameter(name, value, shape, inp.device)
 
     def _norm_repr(self) -> str:
         shown = f"eps={self.eps}, normalization={self.normalization!r}"

@@ -21,9 +21,6 @@ from te_mx.weights.ranks import (
 
 _HALVES = ("activated", "gate")  # in the order of fc1's rows
 KEYS = ("fc1_weight", "fc1_bias")
-_NAMES = (
-    "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
-)  # fmt: skip
 
 
 def names_of(key: str) -> tuple[str, ...]:
@@ -122,16 +119,13 @@ class GatedHalves:
 
     _halves = False
 
-    def _all_parameters(self) -> tuple[Any, ...]:
-        """Weight and bias of the normalization and of both layers, whole."""
+    def _all_parameters(self) -> list[Any]:
+        """Weight and bias of both layers, whole."""
         module: Any = self
-        parameters, held = module._parameters, []
-        for name in _NAMES:
-            held.append(parameters[name] if name in parameters else getattr(module, name))
-        norm_weight, norm_bias, w1, b1, w2, b2 = held
+        held = [*module._held(*module._linear_names)]
         if self._halves:
-            w1, b1 = (joined(self, key) for key in KEYS)
-        return norm_weight, norm_bias, w1, b1, w2, b2
+            held[:2] = [joined(self, key) for key in KEYS]
+        return held
 
     def _parts_of(self, key: str) -> tuple[str, ...]:
         names: tuple[str, ...]

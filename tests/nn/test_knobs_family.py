@@ -226,7 +226,8 @@ def test_delaying_a_computed_weight_is_refused(kind):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_grouped_gradients_elsewhere_need_known_splits(enabled, monkeypatch):
     layer = te_mx.GroupedLinear(3, IN, 33, delay_wgrad_compute=True)
-    monkeypatch.setattr("te_mx.autograd.grouped.readable", lambda offs: False)
+    for module in ("grouped", "grouped_loop"):
+        monkeypatch.setattr(f"te_mx.autograd.{module}.readable", lambda offs: False)
     recipe = "wgrad_with_hp" if enabled else "outside"
     with pytest.raises(NotImplementedError, match="m_splits as a list or on the CPU"):
         step(layer, recipe)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import te_mx
-from te_mx.autograd import mlp
+from te_mx.autograd import layer as layers
 from te_mx.distributed import ModuleParallel
 
 M, HIDDEN, INNER = 48, 64, 128
@@ -124,13 +124,13 @@ def case_codes_of_a_normalization():
     """The block reads the codes that the normalization in front of it makes, and backward makes
     the columnwise ones again: the bits of quantizing its result."""
     found, asked = [], []
-    real = mlp.source_of
+    real = layers.source_of
 
     def watched(z):
         asked.append(real(z) is not None)
         return real(z)
 
-    mlp.source_of = watched
+    layers.source_of = watched
     for told in (True, False):
         torch.manual_seed(5)
         model = Normalized().to(DEVICE, torch.bfloat16)
@@ -147,7 +147,7 @@ def case_codes_of_a_normalization():
         found.append(grads | {"y": y.detach(), "dx": x.grad})
         assert any(asked) == told
         asked.clear()
-    mlp.source_of = real
+    layers.source_of = real
     same(*found)
 
 
