@@ -19,8 +19,16 @@ inline Status check_operand(const Operand& o) {
   return check_mx(o.element, o.scaling);
 }
 
-// The same of a GEMM, which takes fp32 scales too.
+// Of NVFP4 to read.
+inline Status check_nvfp4(const Operand& o) {
+  if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
+  if (!known(o.element) || (o.tensor_scale == nullptr && o.rows > 0)) return Status::bad_argument;
+  return is_fp4(o.element) ? Status::ok : Status::unsupported;
+}
+
+// The same of a GEMM, which takes fp32 scales and NVFP4 too.
 inline Status check_factor(const Operand& o) {
+  if (is_nvfp4(o.scaling)) return check_nvfp4(o);
   if (!is_blockwise(o.scaling)) return check_operand(o);
   if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
   if (!known(o.element)) return Status::bad_argument;
