@@ -61,7 +61,8 @@ inline Status check_out(const QuantizeOut& out) {
   for (const int32_t size : {out.row.hadamard, out.col.hadamard}) {
     if (size != 0 && size != 16 && size != 32) return Status::bad_argument;
   }
-  return is_f32_rule(out.rule) ? Status::unsupported : check_places(out);
+  const bool other = is_f32_rule(out.rule) || is_writer(out.rule);
+  return other ? Status::unsupported : check_places(out);
 }
 
 // Of what the blockwise quantizer makes.
