@@ -9,6 +9,8 @@ void bind_quantize_records(py::module_& m) {
       .field("layout", &OperandOut::layout)
       .field("hadamard", &OperandOut::hadamard)
       .field("signs", &OperandOut::signs)
+      .field("tensor_scale", &OperandOut::tensor_scale)
+      .field("tensor_scales", &OperandOut::tensor_scales)
       .add_to(m, "OperandOut");
   Record<QuantizeOut>()
       .field("element", &QuantizeOut::element)

@@ -7,9 +7,12 @@ void bind_types(py::module_& m) {
   // Names of enumerators, as the records take their numbers.
   m.attr("LAYOUTS") = py::dict(arg("k_last") = 0, arg("k_first") = 1, arg("tiles") = 2,
                                arg("group_rows") = 3, arg("group_k") = 4);
-  m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1);
+  m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1, arg("e4m3") = 2);
   m.attr("SCALE_RULES") = py::dict(arg("rceil") = 0, arg("floor") = 1, arg("even") = 2,
-                                   arg("fp32") = 3, arg("pow2") = 4);
+                                   arg("fp32") = 3, arg("pow2") = 4, arg("te") = 5,
+                                   arg("torchao") = 6, arg("modelopt") = 7,
+                                   arg("compressed_tensors") = 8);
+  m.attr("TENSOR_SCALES") = py::dict(arg("all") = 0, arg("rows") = 1, arg("groups") = 2);
 
   // Of mxtile's table, by number.
   m.def("elements", [] {
@@ -49,6 +52,8 @@ void bind_types(py::module_& m) {
       .field("layout", &Operand::layout)
       .part("scaling", &Operand::scaling, "")
       .field("packed", &Operand::packed)
+      .field("tensor_scale", &Operand::tensor_scale)
+      .field("tensor_scales", &Operand::tensor_scales)
       .add_to(m, "Operand");
   Record<Groups>()
       .field("count", &Groups::count)

@@ -19,8 +19,16 @@ inline Status check_operand(const Operand& o) {
   return check_mx(o.element, o.scaling);
 }
 
-// The same of a GEMM, which takes fp32 scales too.
+// Of NVFP4 to read.
+inline Status check_nvfp4(const Operand& o) {
+  if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
+  if (!known(o.element) || (o.tensor_scale == nullptr && o.rows > 0)) return Status::bad_argument;
+  return is_fp4(o.element) ? Status::ok : Status::unsupported;
+}
+
+// The same of a GEMM, which takes fp32 scales and NVFP4 too.
 inline Status check_factor(const Operand& o) {
+  if (is_nvfp4(o.scaling)) return check_nvfp4(o);
   if (!is_blockwise(o.scaling)) return check_operand(o);
   if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
   if (!known(o.element)) return Status::bad_argument;
@@ -53,7 +61,8 @@ inline Status check_out(const QuantizeOut& out) {
   for (const int32_t size : {out.row.hadamard, out.col.hadamard}) {
     if (size != 0 && size != 16 && size != 32) return Status::bad_argument;
   }
-  return is_f32_rule(out.rule) ? Status::unsupported : check_places(out);
+  const bool other = is_f32_rule(out.rule) || is_writer(out.rule);
+  return other ? Status::unsupported : check_places(out);
 }
 
 // Of what the blockwise quantizer makes.

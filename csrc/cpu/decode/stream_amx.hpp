@@ -32,12 +32,12 @@ class AmxStream {
   static Status pack(Role, const StridedOperand& x, const float* exponents, void* panels,
                      int threads) {
     uint16_t* words = static_cast<uint16_t*>(panels);
-    if (x.as_values()) {
+    if (x.as_values() || x.e4m3) {
       const auto put = [&](int64_t r, int64_t b, const uint16_t* from) {
         uint16_t* to = words + b * kBlock * x.rows + 2 * r;
         for (int64_t p = 0; p < kRows; ++p) std::memcpy(to + 2 * p * x.rows, from + 2 * p, 4);
       };
-      const Status status = put_values(x, exponents, threads, put);
+      const Status status = put_values<Decoder>(x, exponents, threads, put);
       if (status != Status::ok) return status;
     } else {
       Packer<Decoder>(x, exponents, TileOrder::compact, words, x.rows).template run<true>(threads);
@@ -70,10 +70,12 @@ class AmxStream {
       Tiles tiles(static_cast<int>(context.args->lhs.rows));
       const Decoder decoder(context.args->rhs.element);
       for (int64_t n0 = item * rows; n0 < end; n0 += kCols) {
-        if (stream.w_.nibbles) {
-          stream.template run_cols<true>(tiles, decoder, n0);
+        if (stream.w_.e4m3) {
+          stream.template run_cols<Codes::small>(tiles, decoder, n0);
+        } else if (stream.w_.nibbles) {
+          stream.template run_cols<Codes::nibbles>(tiles, decoder, n0);
         } else {
-          stream.template run_cols<false>(tiles, decoder, n0);
+          stream.template run_cols<Codes::bytes>(tiles, decoder, n0);
         }
       }
     });
@@ -123,13 +125,13 @@ class AmxStream {
   }
 
   // D[:, n0 .. n0+31]
-  template <bool nibbles>
+  template <Codes kind>
   void run_cols(Tiles& tiles, const Decoder& decoder, int64_t n0) const {
     Batch batch;
     Row rows[kCols];
     for (int64_t r = 0; r < kCols; ++r) {
       const int64_t n = n0 + r < w_.rows ? n0 + r : w_.rows - 1;
-      rows[r] = {n, w_.codes + n * w_.code_row_stride, w_.scales + n * w_.scale_row_stride,
+      rows[r] = {n, w_.codes + n * w_.code_row_stride, w_.scales_of(n),
                  row_byte(context_.rhs_exp[n])};
     }
     tiles.template zero<0>();
@@ -141,9 +143,9 @@ class AmxStream {
     for (int64_t line = 0; line < lines_; line += kLines) {
       const int64_t count = lines_ - line < kLines ? lines_ - line : kLines;
       if ((line + kLines) * kLine <= w_.k) {
-        run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batch, x, ready);
+        run_batch<true, kind>(tiles, decoder, rows, line, kLines, batch, x, ready);
       } else {
-        run_batch<false, nibbles>(tiles, decoder, rows, line, count, batch, x, ready);
+        run_batch<false, kind>(tiles, decoder, rows, line, count, batch, x, ready);
       }
       x += ready * kLine * m_;
       ready = 2 * count;
@@ -158,22 +160,22 @@ class AmxStream {
   // Decodes lines [line, line + count) of the rows. Next to the upper ones the lower tiles of the
   // batch before are multiplied, whose x this is; next to the lower ones the upper tiles of this
   // one.
-  template <bool inside, bool nibbles>
+  template <bool inside, Codes kind>
   [[gnu::always_inline]] inline void run_batch(Tiles& tiles, const Decoder& decoder,
                                                const Row* rows, int64_t line, int64_t count,
                                                Batch& batch, const char* x, int64_t ready) const {
     for (int64_t h = 0, r = 0; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
-      decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
+      decode_rows<inside, kind>(decoder, rows, r, line, count, batch);
       product<0, 1>(tiles, batch, x, h, ready);
-      decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
+      decode_rows<inside, kind>(decoder, rows, r + kRowsAProduct, line, count, batch);
       product<1, 1>(tiles, batch, x, h, ready);
     }
     x += ready * kLine * m_;
     ready = 2 * count;
     for (int64_t h = 0, r = kRows; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
-      decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
+      decode_rows<inside, kind>(decoder, rows, r, line, count, batch);
       product<0, 0>(tiles, batch, x, h, ready);
-      decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
+      decode_rows<inside, kind>(decoder, rows, r + kRowsAProduct, line, count, batch);
       product<1, 0>(tiles, batch, x, h, ready);
     }
   }
@@ -188,21 +190,21 @@ class AmxStream {
     tiles.template dot_bf16<2 * lower + odd, 4 + lower, 6 + odd>();
   }
 
-  template <bool inside, bool nibbles>
+  template <bool inside, Codes kind>
   [[gnu::always_inline]] inline void decode_rows(const Decoder& decoder, const Row* rows, int64_t r,
                                                  int64_t line, int64_t count, Batch& batch) const {
     for (int64_t i = 0; i < kRowsAProduct; ++i) {
-      decode_row<inside, nibbles>(decoder, rows, r + i, line, count, batch);
+      decode_row<inside, kind>(decoder, rows, r + i, line, count, batch);
     }
   }
 
   // inside: kLines whole lines. Else there may be fewer, and zeros follow the end of the row.
-  template <bool inside, bool nibbles>
+  template <bool inside, Codes kind>
   [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row* rows, int64_t r,
                                                 int64_t line, int64_t count, Batch& batch) const {
     alignas(64) uint32_t words[16];
     alignas(64) uint8_t padded[kLine];
-    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
+    constexpr int64_t kBytes = line_bytes(kind);
     if constexpr (inside) count = kLines;
     // Rows are read side by side, but the next ones fetched to L2 one after the other, as they lie:
     // prefetchers of the core then see one stream, and run ahead of it too.
@@ -213,11 +215,25 @@ class AmxStream {
 
     const Row& row = rows[r];
     const uint8_t* codes = row.codes + line * kBytes;
+    constexpr int64_t kHalfWords = 2 * kTileWords;
+    uint16_t* out = batch.tile[0][r / kRows] + r % kRows * kBlock;
+    if constexpr (kind == Codes::small) {
+      const uint8_t* scales = row.scales + line * 4;
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < count; ++i, codes += kBytes, scales += 4, out += 2 * kHalfWords) {
+        if (!inside && (line + i + 1) * kLine > w_.k) {
+          copy_last_line(w_, row.number, (line + i) * kLine, padded);
+          copy_last_scales(w_, row.number, (line + i) * kLine, padded + kLine / 2);
+          decoder.split_scaled_line(padded, padded + kLine / 2, out, out + kHalfWords);
+        } else {
+          decoder.split_scaled_line(codes, scales, out, out + kHalfWords);
+        }
+      }
+      return;
+    }
     const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
     const int64_t blocks = inside || left > 2 * count ? 2 * count : left;
     const unsigned nan = Decoder::line_words(row.scales + line * 2, blocks, row.byte, words);
-    uint16_t* out = batch.tile[0][r / kRows] + r % kRows * kBlock;
-    constexpr int64_t kHalfWords = 2 * kTileWords;
 #pragma GCC unroll 8
     for (int64_t i = 0; i < count; ++i) {
       const uint8_t* from = codes + i * kBytes;
@@ -226,7 +242,7 @@ class AmxStream {
         from = padded;
       }
       uint16_t* even = out + 2 * i * kHalfWords;
-      if constexpr (nibbles) {
+      if constexpr (kind == Codes::nibbles) {
         decoder.split_packed_line(from, words, i, even, even + kHalfWords);
       } else {
         decoder.split_line(from, words + 2 * i, even, even + kHalfWords);

@@ -4,6 +4,8 @@
 // up to four rows of x at once. With more rows of x the decoded lines of a k chunk rest in L1 for
 // the following rows. Lane i of an accumulator sums k pair i of every block, in block order,
 // whatever M is; the lanes are added at the end.
+#include <type_traits>
+
 #include "decode/stream_bf16.hpp"
 #include "mxtile/bf16/avx512.hpp"
 #include "mxtile/simd/avx512.hpp"
@@ -35,12 +37,21 @@ constexpr int64_t kLineWords = 2 * Tuning::kQuad * kBlock;  // of a decoded line
 
 struct Quad {
   const uint8_t* codes[Tuning::kQuad];   // lines of the chunk
+  const uint8_t* scales[Tuning::kQuad];  // of NVFP4, four a line; nothing of what follows then
   const uint32_t* words[Tuning::kQuad];  // exponent word of each block, twice
   const uint32_t* nan_words;             // [quad][kLongChunk], or null when no block is NaN
   int64_t lines;
   const uint8_t* ahead;  // to fetch meanwhile: as many bytes as the lines have
-  bool nibbles;
+  Codes kind;
 };
+
+// run(kind as a type)
+template <class Run>
+[[gnu::always_inline]] inline void with_kind(Codes kind, const Run& run) {
+  if (kind == Codes::small) return run(std::integral_constant<Codes, Codes::small>{});
+  if (kind == Codes::nibbles) return run(std::integral_constant<Codes, Codes::nibbles>{});
+  run(std::integral_constant<Codes, Codes::bytes>{});
+}
 
 // copy_last_line() of this level.
 void last_line(const StridedOperand& o, int64_t row, int64_t k, uint8_t* padded) {
@@ -49,13 +60,19 @@ void last_line(const StridedOperand& o, int64_t row, int64_t k, uint8_t* padded)
 }
 
 // Line `line` of row r of a quad, as words of k 0..31 and of k 32..63.
-template <bool nibbles>
+template <Codes kind>
 [[gnu::always_inline]] inline void decode_row_line(const bf16::Avx512Decoder& decoder,
                                                    const Quad& q, int r, int64_t line,
                                                    bf16::Words& first, bf16::Words& second) {
-  const uint8_t* codes = q.codes[r] + line * (nibbles ? 32 : 64);
+  const uint8_t* codes = q.codes[r] + line * line_bytes(kind);
+  if constexpr (kind == Codes::small) {
+    const uint8_t* scales = q.scales[r] + 4 * line;
+    first = bf16::Avx512Decoder::scaled_block(codes, scales);
+    second = bf16::Avx512Decoder::scaled_block(codes + 16, scales + 2);
+    return;
+  }
   const uint32_t* words = q.words[r] + 2 * line;
-  if constexpr (nibbles) {
+  if constexpr (kind == Codes::nibbles) {
     first = decoder.decode_packed_block(codes, words[0]);
     second = decoder.decode_packed_block(codes + 16, words[1]);
   } else {
@@ -69,10 +86,10 @@ template <bool nibbles>
 }
 
 // sums[row][m] += lines of the quad . rows of x
-template <int rows_x, bool nibbles>
+template <int rows_x, Codes kind>
 void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
                           int64_t x_block, float* sums) {
-  constexpr int64_t kLineBytes = nibbles ? 32 : 64;
+  constexpr int64_t kLineBytes = line_bytes(kind);
   bf16::Vec acc[4][rows_x];
   for (int r = 0; r < 4; ++r) {
     for (int m = 0; m < rows_x; ++m) acc[r][m] = bf16::load(sums + (r * rows_x + m) * 16);
@@ -82,9 +99,9 @@ void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, con
     bf16::Words first[4], second[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      decode_row_line<nibbles>(decoder, q, r, line, first[r], second[r]);
+      decode_row_line<kind>(decoder, q, r, line, first[r], second[r]);
       // To L2, the next line of memory at every line of codes (of 4 bits, every second one).
-      if (!nibbles || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
+      if (kind == Codes::bytes || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
     }
 #pragma GCC unroll 4
     for (int m = 0; m < rows_x; ++m) {
@@ -104,22 +121,22 @@ void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, con
 template <int rows_x>
 void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
                     int64_t x_block, float* sums) {
-  const auto run =
-      q.nibbles ? decode_lines_and_dot<rows_x, true> : decode_lines_and_dot<rows_x, false>;
-  run(decoder, q, x, x_block, sums);
+  with_kind(q.kind, [&](auto kind) {
+    decode_lines_and_dot<rows_x, kind.value>(decoder, q, x, x_block, sums);
+  });
 }
 
 // decoded[line][half][4 rows][32 k]
-template <bool nibbles>
+template <Codes kind>
 void decode_lines(const bf16::Avx512Decoder& decoder, const Quad& q, uint16_t* decoded) {
-  constexpr int64_t kLineBytes = nibbles ? 32 : 64;
+  constexpr int64_t kLineBytes = line_bytes(kind);
   const uint8_t* ahead = q.ahead;
   for (int64_t line = 0; line < q.lines; ++line, ahead += 4 * kLineBytes, decoded += kLineWords) {
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       bf16::Words first, second;
-      decode_row_line<nibbles>(decoder, q, r, line, first, second);
-      if (!nibbles || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
+      decode_row_line<kind>(decoder, q, r, line, first, second);
+      if (kind == Codes::bytes || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
       bf16::store_words(decoded + r * kBlock, first);
       bf16::store_words(decoded + (4 + r) * kBlock, second);
     }
@@ -207,8 +224,9 @@ class Stream {
     for (int64_t b = 0; b < blocks_; b += Tuning::kShortChunk) {
       const int64_t count = least(blocks_ - b, Tuning::kShortChunk);
       run_quad(row, b, count, [&](const Quad& quad, int64_t line) {
-        const auto decode = quad.nibbles ? decode_lines<true> : decode_lines<false>;
-        decode(decoder, quad, decoded + line * kLineWords);
+        with_kind(quad.kind, [&](auto kind) {
+          decode_lines<kind.value>(decoder, quad, decoded + line * kLineWords);
+        });
       });
       const uint16_t* x = x_ + b * x_rows_ * kBlock;
       for (int64_t m = 0; m < kept_; m += 4, x += panel_words(w_.k, m_)) {
@@ -244,13 +262,18 @@ class Stream {
     alignas(64) uint32_t words[Tuning::kQuad][Tuning::kLongChunk + 16];
     alignas(64) uint32_t nan_words[Tuning::kQuad][Tuning::kLongChunk];
     alignas(64) uint8_t padded[Tuning::kQuad * 64];
+    uint8_t last_scales[Tuning::kQuad][4];
     Quad q{};
-    q.nibbles = w_.nibbles;
+    q.kind = w_.e4m3 ? Codes::small : w_.nibbles ? Codes::nibbles : Codes::bytes;
     bool any_nan = false;
     const int64_t k = block * kBlock;
     for (int64_t r = 0; r < Tuning::kQuad; ++r) {
       const int64_t n = clamp_row(row + r);
       q.codes[r] = w_.at(n, k);
+      if (w_.e4m3) {
+        q.scales[r] = w_.small_scale(n, k / kSmallBlock);
+        continue;
+      }
       q.words[r] = words[r];
       any_nan |= fill_words(n, block, count, words[r]);
     }
@@ -263,9 +286,9 @@ class Stream {
     }
     // Rows are used side by side, but fetched one after the other, as they lie: prefetchers of the
     // core then see one stream, and run ahead of it too.
-    const int64_t line_bytes = w_.nibbles ? 32 : 64;
+    const int64_t bytes = line_bytes(q.kind);
     q.ahead = w_.codes + (row + Tuning::kQuad) * w_.code_row_stride + Tuning::kAhead +
-              k / 64 * Tuning::kQuad * line_bytes;
+              k / 64 * Tuning::kQuad * bytes;
 
     const int64_t left = w_.k - k < count * kBlock ? w_.k - k : count * kBlock;
     q.lines = left / 64;
@@ -275,11 +298,16 @@ class Stream {
       for (int64_t r = 0; r < Tuning::kQuad; ++r) {
         last_line(w_, clamp_row(row + r), k + done * 64, padded + r * 64);
         q.codes[r] = padded + r * 64;
+        if (w_.e4m3) {
+          copy_last_scales(w_, clamp_row(row + r), k + done * 64, last_scales[r]);
+          q.scales[r] = last_scales[r];
+          continue;
+        }
         q.words[r] += 2 * done;
       }
       if (q.nan_words != nullptr) q.nan_words += 2 * done;
       q.lines = 1;
-      q.ahead += done * Tuning::kQuad * line_bytes;
+      q.ahead += done * Tuning::kQuad * bytes;
       body(q, done);
     }
   }
@@ -379,7 +407,7 @@ void pack_lines(const bf16::Avx512Decoder& decoder, const StridedOperand& x, int
 Status pack(Role, const StridedOperand& x, const float* exponents, void* panels, int threads) {
   const int64_t blocks = ceil_div(x.k, kBlock), rows = panel_rows(x.rows);
   uint16_t* words = static_cast<uint16_t*>(panels);
-  if (x.as_values()) {
+  if (x.as_values() || x.e4m3) {
     const int64_t panel = panel_words(x.k, x.rows);
     for (int64_t r = x.rows; r < round_up(x.rows, rows); ++r) {
       uint16_t* to = words + r / rows * panel + r % rows * kBlock;
@@ -387,7 +415,7 @@ Status pack(Role, const StridedOperand& x, const float* exponents, void* panels,
         bf16::store_words(to + b * rows * kBlock, bf16::broadcast_word(0));
       }
     }
-    return put_values(x, exponents, threads, [&](int64_t r, int64_t b, const uint16_t* from) {
+    return put_values<bf16::Avx512Decoder>(x, exponents, threads, [&](int64_t r, int64_t b, const uint16_t* from) {
       uint16_t* to = words + r / rows * panel + (b * rows + r % rows) * kBlock;
       bf16::store_words(to, bf16::load_words(from));
     });

@@ -53,6 +53,18 @@ struct StreamGemm {
     return o.factors == nullptr ? power : power * o.factors[k / kWideBlock * o.factor_stride + row];
   }
 
+  // Codes of a block of 32.
+  template <class E>
+  [[gnu::always_inline]] static void decode_part(const StridedOperand& o, const float* exponents,
+                                                 const uint8_t* codes, int n, int64_t row,
+                                                 int64_t k, float* out) {
+    if (o.e4m3) {
+      decode_small<S, E>(o, codes, n, row, k, out);
+    } else {
+      decode_block<S, E>(codes, n, scale_of(o, exponents, row, k), out);
+    }
+  }
+
   template <class E>
   static void pack_rows(const StridedOperand& o, const float* exponents, float* panel,
                         int threads) {
@@ -67,7 +79,7 @@ struct StreamGemm {
         } else {
           for (int i = 0; i < n; ++i) room[i] = o.code(row, k + i);
         }
-        decode_block<S, E>(codes, n, scale_of(o, exponents, row, k), panel + row * K + k);
+        decode_part<E>(o, exponents, codes, n, row, k, panel + row * K + k);
       }
     });
   }
@@ -123,8 +135,8 @@ struct StreamGemm {
       for (int64_t k = k0; k < k1; k += kBlock) {
         const int n = static_cast<int>(k1 - k < kBlock ? k1 - k : kBlock);
         uint8_t room[kBlock];
-        decode_block<S, E>(codes_of<kBlock>(o, row, k, n, room), n, scale_of(o, exponents, row, k),
-                           out + k - k0);
+        decode_part<E>(o, exponents, codes_of<kBlock>(o, row, k, n, room), n, row, k,
+                       out + k - k0);
       }
     }
   }

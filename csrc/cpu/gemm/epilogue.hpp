@@ -108,13 +108,18 @@ struct Scale {
   alignas(64) float col[kMaxCols];  // bits of the exponent as an integer; shifted into place when
                                     // normal
   const float* row_exp;
+  const float* row_factor;  // of tensor scales, with those of columns, or null
+  const float* col_factor;
   bool normal;
 
   TE_MX_INLINE void init(Scale& s, const EpilogueContext& context, int64_t m0, int64_t n0, int rows,
                          int cols) {
     s.row_exp = context.lhs_exp + m0;
     const float* col_exp = context.rhs_exp + n0;
-    s.normal = extreme<S, 1>(s.row_exp, rows) + extreme<S, 1>(col_exp, cols) <= 127.0f &&
+    s.row_factor = context.lhs_factor == nullptr ? nullptr : context.lhs_factor + m0;
+    s.col_factor = context.rhs_factor + n0;
+    s.normal = s.row_factor == nullptr &&
+               extreme<S, 1>(s.row_exp, rows) + extreme<S, 1>(col_exp, cols) <= 127.0f &&
                extreme<S, -1>(s.row_exp, rows) + extreme<S, -1>(col_exp, cols) <= 126.0f;
     each_vector<S>(cols, [&](int j, int n) {
       auto bits = mxtile::simd::nearest_int<S>(load<S, DType::f32>(col_exp, j, n));
@@ -185,7 +190,12 @@ template <class S>
 TE_MX_INLINE void scale_row(const Scale<S>& scale, const float* acc, int i, float* row, int cols) {
   const auto exponent = Scale<S>::row(scale, i);
   for (int j = 0; j < cols; j += S::kLanes) {
-    const auto x = S::load(acc + j);
+    auto x = S::load(acc + j);
+    if (scale.row_factor != nullptr) {
+      const int n = cols - j < S::kLanes ? cols - j : S::kLanes;
+      const auto col = load<S, DType::f32>(scale.col_factor, j, n);
+      x = S::mul(x, S::mul(S::set(scale.row_factor[i]), col));
+    }
     S::store(row + j, scale.normal ? Scale<S>::template apply<true>(scale, x, exponent, j)
                                    : Scale<S>::template apply<false>(scale, x, exponent, j));
   }

@@ -71,11 +71,16 @@ const PackedHeader* header_of(const StridedOperand& o) {
   return static_cast<const PackedHeader*>(o.packed);
 }
 
+// What a packed form says of the format.
+int16_t element_word(const StridedOperand& o) {
+  return static_cast<int16_t>(static_cast<int>(o.element) + (o.e4m3 ? kElements : 0));
+}
+
 bool packed_ok(const StridedOperand& o, Kernel kernel, Role role) {
   if (o.packed == nullptr) return true;
   const PackedHeader& h = *header_of(o);
   return h.rows == o.rows && h.k == o.k && h.kernel == static_cast<int32_t>(kernel) &&
-         h.role == static_cast<int32_t>(role) && h.element == static_cast<int32_t>(o.element) &&
+         h.role == static_cast<int32_t>(role) && h.element == element_word(o) &&
          (h.split_offset != 0) == o.blockwise();
 }
 
@@ -83,11 +88,8 @@ const void* at(const void* base, int64_t offset) { return static_cast<const char
 void* at(void* base, int64_t offset) { return static_cast<char*>(base) + offset; }
 
 StridedOperand rows_of(const StridedOperand& o, int64_t begin, int64_t end) {
-  StridedOperand part = o;
-  part.codes += begin * o.code_row_stride;
-  part.scales += begin * o.scale_row_stride;
+  StridedOperand part = part_of_rows(o, begin, end);
   if (o.factors != nullptr) part.factors += begin;
-  part.rows = end - begin;
   return part;
 }
 
@@ -175,7 +177,8 @@ Status run_chunk(const Range& chunk, const KernelImpl& impl, const Side& lhs, co
 Status sum_rows(int64_t begin, int64_t end, const GemmTask& args, const KernelImpl& impl,
                 const Side& lhs) {
   return for_runs(lhs, begin, end, [&](int64_t m0, int64_t m1, bool wide) {
-    const KernelImpl& sums = wide || args.lhs.factors != nullptr ? *wide_f64_impl() : impl;
+    const bool plain = args.lhs.factors == nullptr && !args.lhs.e4m3;
+    const KernelImpl& sums = wide || !plain ? *wide_f64_impl() : impl;
     const int64_t offset = m0 == begin ? 0 : impl.panel_bytes(Role::lhs, m0 - begin, args.lhs.k);
     sums.row_sums(rows_of(args.lhs, m0, m1), at(lhs.panels, offset), lhs.exponents + m0,
                   args.bias_grad + m0, args.threads);
@@ -215,7 +218,7 @@ Status run_wide(GemmTask& args, EpilogueContext context) {
     return Status::unsupported;
   }
   args.ran = Kernel::wide_f64;
-  context.lhs_exp = context.rhs_exp = nullptr;
+  context.lhs_exp = context.rhs_exp = context.lhs_factor = context.rhs_factor = nullptr;
   context.exact_scale = true;
   if (args.bias_grad_kind == BiasGrad::operand) {
     wide->row_sums(args.lhs, nullptr, nullptr, args.bias_grad, args.threads);
@@ -296,7 +299,7 @@ Status pack_operand(Kernel kernel, Role role, const StridedOperand& stored, void
   h.k = operand.k;
   h.kernel = static_cast<int32_t>(kernel);
   h.role = static_cast<int32_t>(role);
-  h.element = static_cast<int16_t>(operand.element);
+  h.element = element_word(operand);
   h.exponents_offset = sizeof(PackedHeader);
   h.wide_offset = h.exponents_offset + round_up(operand.rows, kRowBlock) * 4;
   h.panels_offset = h.wide_offset + wide_bytes(operand.rows);
@@ -353,16 +356,31 @@ namespace {
 
 StridedOperand turn_rhs(const GemmTask& args, const GemmPlan& plan) {
   StridedOperand o = args.rhs;
-  const int64_t blocks = ceil_div(o.k, kBlock);
+  const int64_t blocks = ceil_div(o.k, o.block_k());
   uint8_t* codes = static_cast<uint8_t*>(at(args.workspace, plan.turned_codes));
   uint8_t* scales = static_cast<uint8_t*>(at(args.workspace, plan.turned_scales));
   transpose_bytes(o.codes, o.k, o.rows, codes, args.threads);
-  transpose_bytes(o.scales, blocks, o.rows, scales, args.threads);
+  const int64_t scale_rows = o.e4m3 ? ceil_div(o.rows, o.block_rows) : o.rows;
+  transpose_bytes(o.scales, blocks, scale_rows, scales, args.threads);
   o.codes = codes;
   o.scales = scales;
   o.code_row_stride = o.k;
   o.scale_row_stride = blocks;
   o.code_k_stride = o.scale_block_stride = 1;
+  if (o.e4m3) {
+    const int64_t bytes = ceil_div(o.k, 2);
+    uint8_t* packed = codes + o.rows * o.k;
+    parallel_for(args.threads, o.rows, [&](int64_t row) {
+      const uint8_t* from = codes + row * o.k;
+      for (int64_t k = 0; k < o.k; k += 2) {
+        packed[row * bytes + k / 2] =
+            static_cast<uint8_t>(from[k] | (k + 1 < o.k ? from[k + 1] << 4 : 0));
+      }
+    });
+    o.codes = packed;
+    o.code_row_stride = bytes;
+    o.nibbles = true;
+  }
   return o;
 }
 
@@ -424,6 +442,14 @@ Status run_gemm(GemmTask& args, const KernelImpl* impl, const GemmPlan& plan) {
         plan.decodes == Decodes::rhs ? nullptr : at(args.workspace, plan.rhs_panels), args.threads);
     context.lhs_exp = lhs.exponents;
     context.rhs_exp = rhs.exponents;
+    if (args.lhs.e4m3 || args.rhs.e4m3) {
+      float* lhs_factor = static_cast<float*>(at(args.workspace, plan.lhs_factor));
+      float* rhs_factor = static_cast<float*>(at(args.workspace, plan.rhs_factor));
+      row_factors(args.lhs, lhs_factor);
+      row_factors(args.rhs, rhs_factor);
+      context.lhs_factor = lhs_factor;
+      context.rhs_factor = rhs_factor;
+    }
     if (all_wide(args, *impl, lhs, rhs)) {
       status = run_wide(args, context);
     } else {

@@ -30,6 +30,7 @@ StridedOperand stacked(const StridedOperand& first, int64_t i, int64_t packed_st
   StridedOperand o = first;
   o.codes += i * o.code_bytes();
   skip_scales(o, i * ceil_div(o.rows, o.block_rows) * ceil_div(o.k, o.block_k()));
+  if (o.e4m3) o.whole += i * (o.whole_row_stride != 0 ? o.rows : 1);
   if (o.packed != nullptr) o.packed = static_cast<const char*>(o.packed) + i * packed_stride;
   return o;
 }
@@ -39,6 +40,7 @@ StridedOperand grouped_rows(const StridedOperand& all, const Bounds& g, int64_t 
   StridedOperand o = all;
   o.codes += g.starts[i] * o.code_row_stride;
   skip_scales(o, g.starts[i] * o.scale_row_stride);
+  o.whole += g.starts[i] * o.whole_row_stride + i * o.whole_group_stride;
   o.rows = g.size(i);
   return o;
 }
@@ -48,6 +50,7 @@ StridedOperand grouped_k(const StridedOperand& all, const Bounds& g, int64_t i) 
   StridedOperand o = all;
   o.codes += g.starts[i] * o.code_k_stride;
   skip_scales(o, g.first_block(i, o.block_k()) * o.scale_block_stride);
+  o.whole += i * o.whole_group_stride;
   o.k = g.size(i);
   return o;
 }

@@ -45,9 +45,23 @@ struct StridedOperand {
 
   Matrix values = {};  // of lhs without codes (values.hpp)
 
+  // NVFP4: the scales are E4M3, one for block_rows x 16, and these are the tensor scales, a row (or
+  // none) apart. Values are code * scale; a tensor scale is a power of two, which is the exponent
+  // of its rows, times a factor that the epilogue multiplies.
+  bool e4m3 = false;
+  const float* whole = nullptr;
+  int64_t whole_row_stride = 0, whole_group_stride = 0;
+
   bool as_values() const { return values.data != nullptr; }
   bool blockwise() const { return stored != nullptr; }
-  int64_t block_k() const { return blockwise() ? kWideBlock : kBlock; }
+  int64_t block_k() const { return blockwise() ? kWideBlock : e4m3 ? kSmallBlock : kBlock; }
+  // Scale bytes of a row; of NVFP4 that of its block of 16 of that number.
+  const uint8_t* scales_of(int64_t row) const {
+    return scales + (e4m3 ? row / block_rows : row) * scale_row_stride;
+  }
+  const uint8_t* small_scale(int64_t row, int64_t block) const {
+    return scales_of(row) + block * scale_block_stride;
+  }
   int64_t code_bytes() const { return nibbles ? rows * code_row_stride : rows * k; }  // of all
 
   // The byte of a code; with nibbles k is even.
@@ -59,11 +73,12 @@ struct StridedOperand {
   }
 };
 
-// Rows [begin, end) of MX codes and scales.
+// Rows [begin, end) of codes and scale bytes; begin is a multiple of 32, or blocks are of one row.
 static inline StridedOperand part_of_rows(const StridedOperand& all, int64_t begin, int64_t end) {
   StridedOperand part = all;
   part.codes += begin * all.code_row_stride;
-  part.scales += begin * all.scale_row_stride;
+  part.scales = all.scales_of(begin);
+  part.whole += begin * all.whole_row_stride;
   part.rows = end - begin;
   return part;
 }
@@ -86,8 +101,9 @@ template <int kMost>
 // A plain operand whose codes and scales are compact; of a scaling that is none of ours, whatever.
 static inline StridedOperand strided(const Operand& o) {
   const bool k_first = o.layout == Layout::k_first, blockwise = is_blockwise(o.scaling);
-  const int64_t blocks = ceil_div(o.k, blockwise ? kWideBlock : kBlock);
-  const int64_t block_rows = blockwise ? ceil_div(o.rows, o.scaling.block_rows) : o.rows;
+  const bool e4m3 = is_nvfp4(o.scaling);
+  const int64_t blocks = ceil_div(o.k, blockwise ? kWideBlock : e4m3 ? kSmallBlock : kBlock);
+  const int64_t block_rows = blockwise || e4m3 ? ceil_div(o.rows, o.scaling.block_rows) : o.rows;
   const bool nibbles = is_fp4(o.element) && !k_first;
   StridedOperand s{o.codes,
                    nullptr,
@@ -109,6 +125,13 @@ static inline StridedOperand strided(const Operand& o) {
     s.block_rows = o.scaling.block_rows;
   } else {
     s.scales = static_cast<const uint8_t*>(o.scales);
+  }
+  if (e4m3) {
+    s.e4m3 = true;
+    s.block_rows = o.scaling.block_rows;
+    s.whole = o.tensor_scale;
+    s.whole_row_stride = o.tensor_scales == TensorScale::rows ? 1 : 0;
+    s.whole_group_stride = o.tensor_scales == TensorScale::groups ? 1 : 0;
   }
   return s;
 }
@@ -179,6 +202,8 @@ struct EpilogueContext {
   const GemmTask* args;
   const float* lhs_exp;      // [M]: D = acc * 2^(lhs_exp[m] + rhs_exp[n]); integers as float
   const float* rhs_exp;      // [N]
+  const float* lhs_factor;   // [M] and
+  const float* rhs_factor;   // [N up to 32]: what D is multiplied by beside, or both null
   float* bias_grad_partial;  // [ceil(M/32)][N], or null unless bias_grad_kind is result
   bool past_caches;          // out is large and its rows are whole cache lines
   bool aux_past_caches;      // so is aux
@@ -253,5 +278,7 @@ const KernelImpl* amx_emulated_stream_impl();
 // when any block holds a wide row.
 bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads);
+// The factors beside them, [rows up to 32]: 1 but for NVFP4.
+void row_factors(const StridedOperand& operand, float* factors);
 
 }  // namespace te_mx::cpu

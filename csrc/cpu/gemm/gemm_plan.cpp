@@ -49,6 +49,10 @@ bool stream_pays(Kernel stream, int64_t m, int64_t n, int64_t k) {
   }
 }
 
+int64_t turned_code_bytes(const StridedOperand& o) {
+  return o.rows * o.k + (o.e4m3 ? o.rows * ceil_div(o.k, 2) : 0);
+}
+
 bool turns_rhs(const GemmTask& args) {
   const StridedOperand& rhs = args.rhs;
   return is_stream(args.kernel) && (rhs.code_k_stride != 1 || rhs.scale_block_stride != 1);
@@ -70,14 +74,17 @@ GemmPlan plan_gemm(const GemmTask& args, const KernelImpl& impl) {
     return p;
   }
   const bool turned = turns_rhs(args);
-  p.turned_codes = take(turned ? n * k : 0);
-  p.turned_scales = take(turned ? n * ceil_div(k, kBlock) : 0);
+  p.turned_codes = take(turned ? turned_code_bytes(args.rhs) : 0);
+  p.turned_scales = take(turned ? n * ceil_div(k, args.rhs.block_k()) : 0);
   p.lhs_exp = take(args.lhs.packed != nullptr ? 0 : round_up(m, kRowBlock) * 4);
   p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
   p.lhs_wide = take(args.lhs.packed != nullptr ? 0 : ceil_div(m, kRowBlock));
   p.rhs_wide = take(args.rhs.packed != nullptr ? 0 : ceil_div(n, kRowBlock));
+  const bool e4m3 = args.lhs.e4m3 || args.rhs.e4m3;
+  p.lhs_factor = take(e4m3 ? round_up(m, kRowBlock) * 4 : 0);
+  p.rhs_factor = take(e4m3 ? round_up(n, kRowBlock) * 4 : 0);
   const bool factors = args.lhs.factors != nullptr || args.rhs.factors != nullptr;
-  p.decodes = impl.decodes == nullptr || factors ? Decodes::none : impl.decodes(args);
+  p.decodes = impl.decodes == nullptr || factors || e4m3 ? Decodes::none : impl.decodes(args);
   const bool no_lhs = p.decodes == Decodes::lhs, no_rhs = p.decodes == Decodes::rhs;
   // Every chunk of one side decodes the other anew.
   const int64_t rhs_bytes = no_lhs ? kLhsChunkBytes : kRhsChunkBytes;

@@ -16,7 +16,8 @@ TE_MX_INLINE bool normal_powers(const EpilogueContext& context, const Range& ran
   const float* rows = context.lhs_exp + range.m0;
   const float* cols = context.rhs_exp + range.n0;
   const int m = static_cast<int>(range.m1 - range.m0), n = static_cast<int>(range.n1 - range.n0);
-  return extreme<S, 1>(rows, m) + extreme<S, 1>(cols, n) <= 127.0f &&
+  return context.lhs_factor == nullptr &&
+         extreme<S, 1>(rows, m) + extreme<S, 1>(cols, n) <= 127.0f &&
          extreme<S, -1>(rows, m) + extreme<S, -1>(cols, n) <= 126.0f;
 }
 
@@ -128,6 +129,10 @@ class PendingRows {
     if constexpr (normal) {
       x = S::mul(x, S::as_float(S::iadd(S::iset((row + 127) * (1 << 23)), col)));
     } else {
+      if (context_.lhs_factor != nullptr) {
+        const auto factor = S::load(context_.rhs_factor + n_ + j);
+        x = S::mul(x, S::mul(S::set(context_.lhs_factor[m_ + r]), factor));
+      }
       x = S::scale2(x, S::iadd(S::iset(row), col));
     }
     return args_.bias == nullptr ? x : S::add(x, S::load(bias_ + j));

@@ -48,11 +48,16 @@ double scale_value(uint8_t byte) {
 void decode(const StridedOperand& o, int64_t row0, int64_t rows, int64_t k0, int64_t n, double* out,
             int64_t row_step, int64_t k_step) {
   const double* table = kTables[static_cast<int>(o.element)].value;
+  const int64_t block = o.e4m3 ? kSmallBlock : kBlock;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t row = row0 + r;
     double scale = 0;
     for (int64_t k = 0; k < n; ++k) {
-      if (k % kBlock == 0) {
+      if (k % block == 0 && o.e4m3) {
+        const uint8_t byte = *o.small_scale(row, (k0 + k) / kSmallBlock);
+        scale = kTables[static_cast<int>(Element::e4m3)].value[byte] *
+                static_cast<double>(o.whole[row * o.whole_row_stride]);
+      } else if (k % block == 0) {
         scale = scale_value(
             o.scales[row * o.scale_row_stride + (k0 + k) / kBlock * o.scale_block_stride]);
         if (o.factors != nullptr) {

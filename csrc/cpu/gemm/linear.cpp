@@ -141,7 +141,8 @@ Status check_formats(const LinearArgs& a) {
     Status status = check_mx(a.forward, a.scaling);
     if (status == Status::ok) status = check_mx(a.forward, a.w_scaling);
     if (status == Status::ok) status = check_mx(a.backward, a.scaling);
-    return status == Status::ok && is_f32_rule(a.rule) ? Status::unsupported : status;
+    const bool other = is_f32_rule(a.rule) || is_writer(a.rule);
+    return status == Status::ok && other ? Status::unsupported : status;
   }
   QuantizeOut out;
   out.element = a.forward, out.scaling = a.scaling;

@@ -44,7 +44,9 @@ class Packer {
       const int64_t block = item % block_items * kBlocksPerItem;
       const int64_t group_end = least(group + kGroupsPerItem, groups_);
       const int64_t block_end = least(block + kBlocksPerItem, blocks_);
-      if (operand_.code_k_stride == 1) {
+      if (operand_.e4m3) {
+        pack_small<pair>(group, group_end, block, block_end);
+      } else if (operand_.code_k_stride == 1) {
         pack_item<true, pair>(group, group_end, block, block_end);
       } else {
         pack_item<false, pair>(group, group_end, block, block_end);
@@ -70,6 +72,26 @@ class Packer {
       const int64_t panel_words = round_up(blocks_, 2) * kept_ * kBlock;
       for (int64_t r = 0; r < operand_.rows; r += kept_, to += panel_words) {
         std::memcpy(to, tile + r * kBlock, static_cast<size_t>(kept_ * kBlock) * 2);
+      }
+    }
+  }
+
+  // Of NVFP4: a row of a block at a time.
+  template <bool pair>
+  void pack_small(int64_t group0, int64_t group1, int64_t block0, int64_t block1) const {
+    alignas(64) uint16_t rows[kTileWords], turned[kTileWords];
+    for (int64_t g = group0; g < group1; ++g) {
+      for (int64_t b = block0; b < block1; ++b) {
+        for (int64_t r = 0; r < 16; ++r) {
+          small_words<Decoder>(operand_, g * 16 + r, b * kBlock, rows + r * kBlock);
+        }
+        if constexpr (pair) mxtile::bf16::turn_pairs(rows, turned);
+        const uint16_t* tile = pair ? turned : rows;
+        if (order_ == TileOrder::panels) {
+          std::memcpy(panel_tile(g, b), tile, sizeof rows);
+        } else {
+          store_compact<pair>(tile, b);
+        }
       }
     }
   }

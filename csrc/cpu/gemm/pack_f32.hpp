@@ -26,6 +26,34 @@ template <class S, class E>
   mxtile::simd::BlockDecoder<S, E>::run(codes, factor, out);
 }
 
+// The values of an E4M3 scale.
+struct ScaleValues {
+  float of[256];
+};
+constexpr ScaleValues make_scale_values() {
+  ScaleValues v{};
+  for (int i = 0; i < 256; ++i) {
+    const uint32_t bits = mxtile::mx::decode<mxtile::mx::E4M3>(static_cast<uint8_t>(i), 127);
+    v.of[i] = __builtin_bit_cast(float, bits);
+  }
+  return v;
+}
+inline constexpr ScaleValues kScaleValues = make_scale_values();
+
+// As decode_block(), of NVFP4 from k on, a multiple of 32.
+template <class S, class E>
+[[gnu::always_inline]] static inline void decode_small(const StridedOperand& o, const uint8_t* codes,
+                                                       int n, int64_t row, int64_t k, float* out) {
+  uint8_t whole[kBlock] = {};
+  if (n < kBlock) {
+    for (int i = 0; i < n; ++i) whole[i] = codes[i];
+    codes = whole;
+  }
+  const float first = kScaleValues.of[*o.small_scale(row, k / kSmallBlock)];
+  const float second = n > kSmallBlock ? kScaleValues.of[*o.small_scale(row, k / kSmallBlock + 1)] : 0;
+  mxtile::simd::decode_halves<S, E>(codes, first, second, out);
+}
+
 // panel[element(p)][r0 .. r0 + lanes) = block[r][p] for the elements below n: squares of lanes,
 // transposed.
 template <class S, class E, int Width>
@@ -57,10 +85,14 @@ void pack_panel_k_last(const StridedOperand& o, const float* exponents, int64_t 
     const int n = static_cast<int>(o.k - k0 < kBlock ? o.k - k0 : kBlock);
     for (int r = 0; r < rows; ++r) {
       const int64_t row = row0 + r;
-      const uint8_t byte = o.scales[row * o.scale_row_stride + k0 / kBlock * o.scale_block_stride];
       uint8_t room[kBlock];
-      decode_block<S, E>(codes_of<kBlock>(o, row, k0, n, room), n, row_factor(byte, exponents[row]),
-                         block[r]);
+      const uint8_t* codes = codes_of<kBlock>(o, row, k0, n, room);
+      if (o.e4m3) {
+        decode_small<S, E>(o, codes, n, row, k0, block[r]);
+        continue;
+      }
+      const uint8_t byte = o.scales[row * o.scale_row_stride + k0 / kBlock * o.scale_block_stride];
+      decode_block<S, E>(codes, n, row_factor(byte, exponents[row]), block[r]);
     }
     for (int r = 0; r < Width; r += S::kLanes) {
       if (n == kBlock) {
@@ -81,7 +113,10 @@ void pack_panel_k_first(const StridedOperand& o, const float* exponents, int64_t
   alignas(64) float factors[Width + S::kLanes] = {};
   uint8_t part[Width + S::kLanes] = {};
   for (int64_t k = 0; k < o.k; ++k) {
-    if (k % kBlock == 0) {
+    if (o.e4m3 && k % kSmallBlock == 0) {
+      for (int r = 0; r < rows; ++r)
+        factors[r] = kScaleValues.of[*o.small_scale(row0 + r, k / kSmallBlock)];
+    } else if (!o.e4m3 && k % kBlock == 0) {
       const uint8_t* scales = o.scales + k / kBlock * o.scale_block_stride + row0;
       for (int r = 0; r < rows; ++r) factors[r] = row_factor(scales[r], exponents[row0 + r]);
     }

@@ -1,5 +1,6 @@
 // Row exponents: the largest scale byte of every operand row, and whether a row is too wide for one
 // exponent.
+#include <cmath>
 #include <cstring>
 
 #include "common/isa.h"
@@ -7,6 +8,7 @@
 #include "gemm/gemm_internal.hpp"
 #include "gemm/row_exponents.hpp"
 #include "gemm/values.hpp"
+#include "mxtile/mx/float_mode.hpp"
 
 namespace te_mx::cpu {
 namespace {
@@ -110,10 +112,38 @@ bool scan_rows(const StridedOperand& o, int64_t row, int64_t rows, float* expone
 
 }  // namespace
 
+namespace {
+
+// A tensor scale as factor * 2^exponent.
+float factor_of(float scale, float* exponent) {
+  int power = 0;
+  const bool whole = std::isfinite(scale) && scale != 0.0f;
+  const float half = whole ? std::frexp(scale, &power) : scale;
+  if (exponent != nullptr) *exponent = static_cast<float>(power);
+  return half;
+}
+
+}  // namespace
+
+void row_factors(const StridedOperand& o, float* factors) {
+  const mxtile::mx::KeepDenormals keep_denormals;
+  for (int64_t r = 0; r < round_up(o.rows, kRowBlock); ++r) {
+    factors[r] = o.e4m3 && r < o.rows ? factor_of(o.whole[r * o.whole_row_stride], nullptr) : 1.0f;
+  }
+}
+
 bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads) {
   for (int64_t r = operand.rows; r < round_up(operand.rows, kRowBlock); ++r) exponents[r] = 0.0f;
   if (operand.as_values()) return scan_values(operand, exponents, wide_blocks);
+  if (operand.e4m3) {  // whose values reach from 2^-10 to 2688
+    const mxtile::mx::KeepDenormals keep_denormals;
+    std::memset(wide_blocks, 0, static_cast<size_t>(ceil_div(operand.rows, kRowBlock)));
+    for (int64_t r = 0; r < operand.rows; ++r) {
+      factor_of(operand.whole[r * operand.whole_row_stride], exponents + r);
+    }
+    return false;
+  }
   const int64_t bytes = operand.rows * ceil_div(operand.k, kBlock);
   // Every item writes its own flag's worth of truth: any of them may set it, none clears it.
   int32_t wide = 0;

@@ -31,6 +31,25 @@ template <bool k_last, bool pair, class Decoder>
   }
 }
 
+// out[32] = the values of NVFP4 from k on, a multiple of 32; zeros behind the end of either side.
+template <class Decoder>
+[[gnu::always_inline]] static inline void small_words(const StridedOperand& o, int64_t row,
+                                                      int64_t k, uint16_t* out) {
+  const int64_t left = row < o.rows ? o.k - k : 0, n = left < kBlock ? left : kBlock;
+  const bool inside = n == kBlock && o.nibbles;
+  if (inside && o.scale_block_stride == 1) {
+    return Decoder::scaled_block(o.at(row, k), o.small_scale(row, k / kSmallBlock), out);
+  }
+  uint8_t packed[kBlock / 2] = {}, scales[2] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    packed[i / 2] = static_cast<uint8_t>(packed[i / 2] | o.code(row, k + i) << (i % 2 * 4));
+  }
+  for (int64_t i = 0; i < ceil_div(n, kSmallBlock); ++i) {
+    scales[i] = *o.small_scale(row, k / kSmallBlock + i);
+  }
+  Decoder::scaled_block(packed, scales, out);
+}
+
 // What tiles are made of. A group is 16 rows, a block 32 k.
 struct TileSource {
   const StridedOperand& operand;

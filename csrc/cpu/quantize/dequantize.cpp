@@ -9,6 +9,7 @@
 #include "common/parallel.h"
 #include "common/sizes.h"
 #include "quantize/dequantize_blockwise.hpp"
+#include "quantize/nvfp4.hpp"
 #include "te_mx/cpu.h"
 
 namespace te_mx::cpu {
@@ -89,6 +90,7 @@ bool valid(const Codes& a) {
 
 Status dequantize(const DequantizeArgs& args) {
   if (args.operand.scaling.type == ScaleType::f32) return dequantize_blockwise(args);
+  if (is_nvfp4(args.operand.scaling)) return dequantize_nvfp4(args);
   const Status status = check_operand(args.operand);
   if (status != Status::ok) return status;
   const Codes all(args);

@@ -14,6 +14,7 @@
 #include "common/sizes.h"
 #include "mxtile/mx/float_mode.hpp"
 #include "quantize/blockwise.hpp"
+#include "quantize/nvfp4.hpp"
 #include "quantize/quantize_task.h"
 #include "te_mx/cpu.h"
 
@@ -377,6 +378,7 @@ QuantizeTask task_of(const QuantizeArgs& args) {
 
 Status quantize(const QuantizeArgs& args) {
   if (is_blockwise(args.to.scaling)) return quantize_blockwise(args);
+  if (is_nvfp4(args.to.scaling)) return quantize_nvfp4(args);
   const Status status = check_out(args.to);
   return status == Status::ok ? quantize_task(task_of(args)) : status;
 }

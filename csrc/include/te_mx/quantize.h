@@ -14,6 +14,8 @@ struct OperandOut {
   Layout layout = Layout::k_last;
   int32_t hadamard = 0;  // 0: none
   int64_t signs = 0;     // 32 bits
+  float* tensor_scale = nullptr;  // of NVFP4: [1], or one a row
+  TensorScale tensor_scales = TensorScale::all;
 };
 
 // What to make of a matrix [rows, cols]: directions, and the sums of its columns.

@@ -28,19 +28,31 @@ using mxtile::mx::Element;
 using mxtile::mx::kElements;
 
 // What a scale is, and the block of elements that share one.
-enum class ScaleType : int32_t { e8m0 = 0, f32 = 1 };
-inline constexpr int32_t kScaleTypes = 2;
+enum class ScaleType : int32_t { e8m0 = 0, f32 = 1, e4m3 = 2 };
+inline constexpr int32_t kScaleTypes = 3;
 struct Scaling {
   ScaleType type = ScaleType::e8m0;
   int32_t block_rows = 1, block_k = 32;
 };
 inline constexpr int64_t kBlock = 32;       // of MX: 1 x 32, E8M0
 inline constexpr int64_t kWideBlock = 128;  // of blockwise FP8: 1 x 128 or 128 x 128, fp32
+inline constexpr int64_t kSmallBlock = 16;  // of NVFP4: 1 x 16 or 16 x 16, E4M3
 
 // How a scale follows from the largest magnitude of its block: E8M0 by the first three, of which
-// kernels exist for two; fp32 by the others, a power of two or not.
-enum class ScaleRule : int32_t { rceil = 0, floor = 1, even = 2, fp32 = 3, pow2 = 4 };
-inline constexpr int32_t kScaleRules = 5;
+// kernels exist for two; fp32 by the next two, a power of two or not; E4M3 and the tensor scale by
+// the libraries that write them.
+enum class ScaleRule : int32_t {
+  rceil = 0,
+  floor = 1,
+  even = 2,
+  fp32 = 3,
+  pow2 = 4,
+  te = 5,
+  torchao = 6,
+  modelopt = 7,
+  compressed_tensors = 8,
+};
+inline constexpr int32_t kScaleRules = 9;
 
 // How the bytes of an operand [rows, k] lie.
 enum class Layout : int32_t {
@@ -63,6 +75,9 @@ enum class Role : int32_t { lhs = 0, rhs = 1 };
 // of D).
 enum class BiasGrad : int32_t { none = 0, operand = 1, result = 2 };
 
+// Of NVFP4: for what each fp32 tensor scale is.
+enum class TensorScale : int32_t { all = 0, rows = 1, groups = 2 };
+
 // Numbers to read: element (r, c) is data[r * row_stride + c * col_stride].
 struct Matrix {
   const void* data = nullptr;
@@ -81,6 +96,10 @@ struct Operand {
   Scaling scaling;
   const void* packed =
       nullptr;  // what cpu::pack() made of it for the same kernel and role, or null
+  // Of NVFP4: codes times scales are multiplied by these, of which all operands of a stack have
+  // some.
+  const float* tensor_scale = nullptr;
+  TensorScale tensor_scales = TensorScale::all;
 };
 
 // Groups of rows, or of k: the tokens of the experts of a mixture. Group i owns [start_i, end_i),
@@ -124,6 +143,11 @@ constexpr bool is_blockwise(const Scaling& s) {
   return s.type == ScaleType::f32 && s.block_k == kWideBlock &&
          (s.block_rows == 1 || s.block_rows == kWideBlock);
 }
+constexpr bool is_nvfp4(const Scaling& s) {
+  return s.type == ScaleType::e4m3 && s.block_k == kSmallBlock &&
+         (s.block_rows == 1 || s.block_rows == kSmallBlock);
+}
+constexpr bool is_writer(ScaleRule v) { return v >= ScaleRule::te && known(v); }
 constexpr bool is_f32_rule(ScaleRule v) { return v == ScaleRule::fp32 || v == ScaleRule::pow2; }
 
 // ok, or what is wrong with a format that a kernel of today is asked for.

@@ -196,6 +196,33 @@ struct Avx512Decoder {
     return _mm512_permutexvar_epi16(_mm512_or_si512(wide, _mm512_slli_epi32(wide, 12)), table);
   }
 
+  // 32 codes of 4 bits, two a byte, in order, of two blocks of 16 whose E4M3 scales these are: lanes
+  // of either block look up its products.
+  MXTILE_STATIC __m512i scaled_block(const uint8_t* packed, const uint8_t* scales) {
+    const __m512i wide = _mm512_cvtepu8_epi32(load16(packed));
+    const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));
+    const __m512i upper = _mm512_maskz_set1_epi16(0xFFFF0000, 16);
+    // (both & 15) | upper
+    const __m512i which = _mm512_ternarylogic_epi64(both, _mm512_set1_epi16(15), upper, 0xEA);
+    return _mm512_permutexvar_epi16(which, products(scales));
+  }
+  MXTILE_STATIC void scaled_block(const uint8_t* packed, const uint8_t* scales, uint16_t* out) {
+    _mm512_store_si512(out, scaled_block(packed, scales));
+  }
+
+  // A line of such codes, k 0, 2, .. 62 to even[32] and k 1, 3, .. 63 to odd[32].
+  MXTILE_STATIC void split_scaled_line(const uint8_t* packed, const uint8_t* scales, uint16_t* even,
+                                       uint16_t* odd) {
+    const __m512i low = products(scales), high = products(scales + 2);
+    const __m512i second = _mm512_maskz_set1_epi16(0xFF00FF00, 16);
+    const __m512i block = _mm512_mask_add_epi16(second, 0xFFFF0000, second, _mm512_set1_epi16(32));
+    const __m512i wide = _mm512_cvtepu8_epi16(load32(packed));
+    const __m512i first = _mm512_ternarylogic_epi64(wide, _mm512_set1_epi16(15), block, 0xEA);
+    const __m512i last = _mm512_or_si512(_mm512_srli_epi16(wide, 4), block);
+    _mm512_store_si512(even, _mm512_permutex2var_epi16(low, first, high));
+    _mm512_store_si512(odd, _mm512_permutex2var_epi16(low, last, high));
+  }
+
   // tile[16 rows][32 k]
   template <bool k_last>
   __attribute__((always_inline)) inline void row_tile(const uint8_t* codes, ptrdiff_t stride,
@@ -360,6 +387,14 @@ struct Avx512Decoder {
  private:
   // Of the sixteen codes of 4 bits, twice: those that are numbers other than 0.
   static constexpr __mmask32 kNotZero = 0xFEFEFEFE;
+
+  // Of two blocks.
+  MXTILE_STATIC __m512i products(const uint8_t* scales) {
+    const auto* const words = kScaledWords.word;
+    const __m256i first = load32(reinterpret_cast<const uint8_t*>(words[scales[0]]));
+    const __m256i second = load32(reinterpret_cast<const uint8_t*>(words[scales[1]]));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
 
   __attribute__((always_inline)) inline __m512i add_exponent(__m512i word, __m512i add) const {
     return _mm512_mask_add_epi16(word, _mm512_test_epi16_mask(word, mark), word, add);

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "mxtile/mx/code.hpp"
 #include "mxtile/mx/element.hpp"
 #include "mxtile/mx/nibbles.hpp"
 
@@ -115,11 +116,42 @@ MXTILE_STATIC uint16_t decode(const CodeTable& table, uint8_t code, int byte, in
   return static_cast<uint16_t>(word);
 }
 
+// E2M1 times E4M3, which is exact in bf16: the words of the sixteen codes under every scale.
+struct ScaledWords {
+  alignas(64) uint16_t word[256][16];
+};
+constexpr ScaledWords make_scaled_words() {
+  ScaledWords t{};
+  for (int byte = 0; byte < 256; ++byte) {
+    for (int code = 0; code < 16; ++code) {
+      const uint32_t scale = mx::decode<mx::E4M3>(static_cast<uint8_t>(byte & 0x7F), 127);
+      const uint32_t value = mx::decode<mx::E2M1>(static_cast<uint8_t>(code & 7), 127);
+      const float product =
+          (byte & 0x7F) == 0x7F ? 0 : __builtin_bit_cast(float, scale) * __builtin_bit_cast(float, value);
+      const uint32_t sign = ((byte >> 7) ^ (code >> 3)) != 0 ? 0x8000 : 0;
+      const uint32_t word = __builtin_bit_cast(uint32_t, product) >> 16;
+      t.word[byte][code] = static_cast<uint16_t>((byte & 0x7F) == 0x7F ? kQuietNan : word | sign);
+    }
+  }
+  return t;
+}
+inline constexpr ScaledWords kScaledWords = make_scaled_words();
+inline constexpr int kScaledBlock = 16;
+
 // Scale bytes of one block of 32 k for 16 rows, and the largest byte of each of those rows.
 struct TileScales {
   const uint8_t* bytes;      // [16]
   const int32_t* row_bytes;  // [16]
 };
+
+// A tile of [16 rows][32 k] to one of [16 k pairs][16 rows][2].
+MXTILE_STATIC void turn_pairs(const uint16_t* rows, uint16_t* pairs) {
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int p = 0; p < kTileK / 2; ++p) {
+      __builtin_memcpy(pairs + p * kTileK + 2 * r, rows + r * kTileK + 2 * p, 4);
+    }
+  }
+}
 
 // A line is 64 k of one row. Lines are read of formats with a negative zero. It is split into words
 // of even and of odd k, which is how the bytes lie in 16-bit lanes; a dot product does not care as
@@ -185,6 +217,16 @@ struct PortableDecoder {
     split_line(codes, words + kLineBlocks * line, even, odd);
   }
 
+  // Codes two a byte whose blocks of 16 have E4M3 scales: 32 of two blocks, in order,
+  static void scaled_block(const uint8_t* packed, const uint8_t* scales, uint16_t* out) {
+    for (int k = 0; k < kTileK; ++k) out[k] = scaled(packed, scales, k);
+  }
+  // and a line, split.
+  static void split_scaled_line(const uint8_t* packed, const uint8_t* scales, uint16_t* even,
+                                uint16_t* odd) {
+    for (int k = 0; k < kLineK; ++k) (k % 2 == 0 ? even : odd)[k / 2] = scaled(packed, scales, k);
+  }
+
   // Makes one block of a split line NaN.
   static void make_block_nan(int block, uint16_t* even, uint16_t* odd) {
     for (int i = 0; i < 16; ++i) {
@@ -194,6 +236,10 @@ struct PortableDecoder {
   }
 
  private:
+  static uint16_t scaled(const uint8_t* packed, const uint8_t* scales, int k) {
+    return kScaledWords.word[scales[k / kScaledBlock]][packed[k / 2] >> (k % 2 * 4) & 0x0F];
+  }
+
   template <bool k_last>
   uint16_t at(const uint8_t* codes, ptrdiff_t stride, TileScales s, int r, int k) const {
     return decode(table, k_last ? codes[r * stride + k] : codes[k * stride + r], s.bytes[r],

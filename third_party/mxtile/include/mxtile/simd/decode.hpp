@@ -44,6 +44,27 @@ struct BlockDecoder {
   }
 };
 
+// The same with a factor for either half of the block.
+template <class S, class F>
+MXTILE_WORD void decode_halves(const uint8_t* codes, float first, float second, float* out) {
+  using Block = BlockDecoder<S, F>;
+  struct Elements {
+    alignas(64) int32_t at[mx::kBlockSize];
+    constexpr Elements() : at{} {
+      for (int i = 0; i < mx::kBlockSize; ++i) at[i] = Block::element(i);
+    }
+  };
+  static constexpr Elements kElements{};
+  Block::run(codes, 1.0f, out);
+  const auto one = S::as_int(S::set(first)), other = S::as_int(S::set(second));
+  for (int i = 0; i < mx::kBlockSize; i += S::kLanes) {
+    typename S::I element;
+    std::memcpy(&element, kElements.at + i, sizeof element);
+    const auto factor = S::select_gt(S::iset(mx::kBlockSize / 2), element, one, other);
+    S::store(out + i, S::mul(S::load(out + i), S::as_float(factor)));
+  }
+}
+
 // 2^(exponent) for a scale byte: NaN for 255. The exponent is byte - shift, kept within [-100,
 // 100].
 MXTILE_WORD float block_factor(int byte, int shift) {

@@ -1,0 +1,16 @@
+// NVFP4 on any CPU.
+#include "quantize/nvfp4_loops.hpp"
+
+namespace te_mx::cpu::nvfp4 {
+
+const Level& portable_level() { return kLevel; }
+
+float tensor_scale(uint32_t amax, ScaleRule rule, DType dtype) {
+  const bool bf16 = dtype == DType::bf16;
+  if (rule == ScaleRule::te) return whole_of<ScaleRule::te>(amax, bf16).scale;
+  if (rule == ScaleRule::torchao) return whole_of<ScaleRule::torchao>(amax, bf16).scale;
+  if (rule == ScaleRule::modelopt) return whole_of<ScaleRule::modelopt>(amax, bf16).scale;
+  return whole_of<ScaleRule::compressed_tensors>(amax, bf16).scale;
+}
+
+}  // namespace te_mx::cpu::nvfp4
