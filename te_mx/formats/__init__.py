@@ -6,7 +6,7 @@
 
 `convert` goes from the elements of OCP to those of AMD's MI300 and back, `te_mx.formats.blockwise`
 has the quantizers of torchao, `te_mx.formats.mxfp4_checkpoints` reads and writes MXFP4 as
-compressed-tensors, gpt-oss, DeepGEMM and ggml store it.
+compressed-tensors, gpt-oss, DeepGEMM and ggml store it, `te_mx.formats.nvfp4_checkpoints` NVFP4.
 
 A format is one file in this folder: every module here is imported, and registers what it defines.
 """

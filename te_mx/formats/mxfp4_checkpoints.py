@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import packing
+from te_mx.formats.parts import as_bytes, dense, expect, whole_blocks
 from te_mx.formats.scaling import NAN_SCALE
-from te_mx.runtime.arguments import check_dense, check_size, shown
+from te_mx.runtime.arguments import check_size
 
 _K = 32  # elements of a block
 _BYTES = _K // 2
@@ -55,10 +56,10 @@ def from_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> Part
         TypeError: they are no dense tensors of bytes.
         ValueError: their shapes do not belong together.
     """
-    packed = _bytes("weight_packed", weight_packed, *_CODES)
-    scale = _bytes("weight_scale", weight_scale, *_SCALES)
-    blocks = _whole_blocks("weight_packed", packed, _BYTES)
-    _expect("weight_scale", scale, (*packed.shape[:-1], blocks), "weight_packed", packed)
+    packed = as_bytes("weight_packed", weight_packed, *_CODES)
+    scale = as_bytes("weight_scale", weight_scale, *_SCALES)
+    blocks = whole_blocks("weight_packed", packed, _BYTES)
+    expect("weight_scale", scale, (*packed.shape[:-1], blocks), "weight_packed", packed)
     return packed, scale
 
 
@@ -78,11 +79,11 @@ def from_gpt_oss(blocks: Tensor, scales: Tensor) -> Parts:
 
     Raises as from_compressed_tensors.
     """
-    packed = _bytes("blocks", blocks, *_CODES)
-    scale = _bytes("scales", scales, *_SCALES)
+    packed = as_bytes("blocks", blocks, *_CODES)
+    scale = as_bytes("scales", scales, *_SCALES)
     if packed.dim() < 2 or packed.shape[-1] != _BYTES:
         raise ValueError(f"blocks must be [.., k / 32, {_BYTES}], got {tuple(packed.shape)}")
-    _expect("scales", scale, tuple(packed.shape[:-1]), "blocks", packed)
+    expect("scales", scale, tuple(packed.shape[:-1]), "blocks", packed)
     return packed.flatten(-2), scale
 
 
@@ -105,12 +106,12 @@ def from_deep_gemm(codes: Tensor, scales: Tensor, k: int | None = None) -> Parts
         TypeError: a part is no dense tensor of such a dtype, or k no int.
         ValueError: shapes do not belong together, or k is odd.
     """
-    held, words = _bytes("codes", codes, torch.int8), _dense("scales", scales, torch.int32)
+    held, words = as_bytes("codes", codes, torch.int8), dense("scales", scales, torch.int32)
     k = _k(2 * held.shape[-1] if k is None else k, 2)
     blocks = -(-k // _K)
     _expect_codes(held, k)
     expected = (*held.shape[:-1], -(-blocks // _INTS))
-    _expect("scales", words, expected, "codes", held)
+    expect("scales", words, expected, "codes", held)
     # A column alone counts as contiguous with any stride, and could not be seen as bytes.
     words = words.clone(memory_format=torch.contiguous_format)
     return held, words.view(torch.uint8)[..., :blocks].contiguous()
@@ -142,8 +143,8 @@ def from_ggml(blocks: Tensor) -> Parts:
         TypeError: blocks is no dense uint8 tensor.
         ValueError: its rows are no whole blocks, or a scale is 255: 2^128, which E8M0 has not.
     """
-    held = _bytes("blocks", blocks, torch.uint8)
-    count = _whole_blocks("blocks", held, _BYTES + 1)
+    held = as_bytes("blocks", blocks, torch.uint8)
+    count = whole_blocks("blocks", held, _BYTES + 1)
     parts = held.unflatten(-1, (count, _BYTES + 1))
     scales, pairs = parts[..., 0].contiguous(), parts[..., 1:]
     _refuse_nan(scales, "stands for 2^128 in ggml and for NaN in MXFP4")
@@ -167,25 +168,11 @@ def to_ggml(codes: Tensor, scales: Tensor, k: int) -> Tensor:
 # ------------------------------------------------------------------------------------------- checks
 def _ours(codes: Any, scales: Any, k: Any, multiple: int) -> Parts:
     """Codes and scales of rows of k elements as contiguous bytes, checked."""
-    held, scale = _bytes("codes", codes, *_CODES), _bytes("scales", scales, *_SCALES)
+    held, scale = as_bytes("codes", codes, *_CODES), as_bytes("scales", scales, *_SCALES)
     k = _k(k, multiple)
     _expect_codes(held, k)
-    _expect("scales", scale, (*held.shape[:-1], -(-k // _K)), "codes", held)
+    expect("scales", scale, (*held.shape[:-1], -(-k // _K)), "codes", held)
     return held, scale
-
-
-def _dense(name: str, tensor: Any, *dtypes: torch.dtype) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
-        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} must be a tensor of {known}, got {shown(tensor)}")
-    check_dense(name, tensor)
-    if tensor.dim() == 0:
-        raise ValueError(f"{name} must have one dimension or more, got a scalar")
-    return tensor.detach()
-
-
-def _bytes(name: str, tensor: Any, *dtypes: torch.dtype) -> Tensor:
-    return _dense(name, tensor, *dtypes).view(torch.uint8).contiguous()
 
 
 def _k(k: Any, multiple: int) -> int:
@@ -198,31 +185,12 @@ def _k(k: Any, multiple: int) -> int:
     return k
 
 
-def _whole_blocks(name: str, held: Tensor, size: int) -> int:
-    """Blocks of so many bytes in a row."""
-    if held.shape[-1] % size:
-        raise ValueError(
-            f"rows of {name} must be whole blocks of {size} bytes, got {tuple(held.shape)}"
-        )
-    return held.shape[-1] // size
-
-
 def _expect_codes(held: Tensor, k: int) -> None:
     if held.shape[-1] != k // 2:
         raise ValueError(
             f"codes must have {k // 2} bytes a row for k = {k}, two elements a byte, got "
             f"{tuple(held.shape)}"
         )
-
-
-def _expect(name: str, part: Tensor, shape: tuple[int, ...], beside: str, other: Tensor) -> None:
-    if tuple(part.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape} for {beside} {tuple(other.shape)}, got "
-            f"{tuple(part.shape)}"
-        )
-    if part.device != other.device:
-        raise ValueError(f"{name} is on {part.device} and {beside} on {other.device}; move one")
 
 
 def _refuse_nan(scales: Tensor, why: str) -> None:

@@ -15,10 +15,16 @@ quant_method          what te_mx takes; the rest goes to Transformers as before
 "fp8"                 ``weight_block_size`` [128, 128] with scales in fp32, bf16 or E8M0, [1, 32]
                       with E8M0 scales; ``scale_fmt`` "ue8m0" (DeepSeek-V3.1) quantizes inputs with
                       scales that are powers of two as well
-"compressed-tensors"  ``format`` "mxfp8-quantized" and "mxfp4-pack-quantized", one group
-"modelopt"            ``quant_algo`` "MXFP8"
+"compressed-tensors"  ``format`` "mxfp8-quantized", "mxfp6-pack-quantized",
+                      "mxfp4-pack-quantized" and "nvfp4-pack-quantized", one group
+"modelopt"            ``quant_algo`` "MXFP8", "NVFP4", "W4A16_NVFP4", and "MIXED_PRECISION" of these
+"quark"               MXFP8, MXFP6 and MXFP4: ``scale_format`` "e8m0" in groups of 32
 "mxfp4"               all: experts in gpt-oss' layout
 ====================  ============================================================================
+
+Layers of NVFP4 leave inputs as they are, in bf16, whatever the checkpoint says of them: that is
+exact, and what H100s run; te_mx.freeze_weights(model, drop_master=True, activations="nvfp4")
+quantizes them. A scale of inputs is kept for save_pretrained.
 
 What goes to Transformers is said once, with the reason, by a ConversionWarning.
 
@@ -30,7 +36,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,13 +51,19 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.conversion.layers import protected_in
-from te_mx.integrations.checkpoint_plan import Plan, plan_of
-from te_mx.integrations.checkpoint_tensors import Scales, put_placeholders, refuse_casts, take
+from te_mx.integrations.checkpoints import METHODS, Plan, plan_of
+from te_mx.integrations.checkpoints.tensors import (
+    Numbers,
+    OneAMatrix,
+    Scales,
+    put_placeholders,
+    refuse_casts,
+    take,
+)
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning
 from te_mx.weights.missing import claim
 
-METHODS = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "mxfp4")
 _CONFIGS: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
 _QUANTIZERS: dict[str, Any] = auto.AUTO_QUANTIZER_MAPPING
 _SCALE_BYTES = ("U8", "F8_E8M0", torch.uint8, torch.float8_e8m0fnu)  # as files and torch say it
@@ -86,6 +98,8 @@ class TeMxQuantizer(HfQuantizer):
         assert isinstance(found, Plan)  # or there would be no TeMxConfig
         self.plan = found
         self._fields = quantization_config.fields
+        # The shape of what is a number a matrix; files say it.
+        self.number: tuple[int, ...] = (1,) if found.reciprocal else ()
         self._model: Any = None  # that is being loaded
         self._masters: list[tuple[str, MXModule, dict[str, nn.Parameter]]] = []
 
@@ -107,11 +121,14 @@ class TeMxQuantizer(HfQuantizer):
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
         refuse_casts(files, self.plan)
+        for end in self.plan.ends[2:]:
+            self.number = next(_shapes_in(files, end), self.number)
         self._refuse_protected(model, files)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
-                self._masters.append((name, module, put_placeholders(module, self.plan)))
+                made = put_placeholders(module, self.plan.of(name), self.number)
+                self._masters.append((name, module, made))
 
     def _refuse_protected(self, model: Any, files: Any) -> None:
         """Raise ValueError where files have codes of layers that the model keeps in fp32, which
@@ -166,21 +183,34 @@ class TeMxQuantizer(HfQuantizer):
             sources, targets = one._original_source_patterns, one._original_target_patterns
             if not all(source.endswith(".weight") for source in sources):
                 continue
-            for end in filter(None, self.plan.ends):
-                if re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
-                    first = [Scales(self.plan.has_bytes)] if end == self.plan.ends[1] else []
-                    made.append(_for_names_with(one, end, first))
+            code_end, scale_end, *number_end = self.plan.ends
+            steps: dict[str, tuple[list[Any], list[Any]]] = {code_end: ([], [])}
+            # float8_e4m3fn scales, of NVFP4, are merged as they are.
+            steps[scale_end] = ([] if number_end else [Scales(self.plan.has_bytes)], [])
+            steps |= {
+                end: ([Numbers(self.number)], [OneAMatrix(len(sources))]) for end in number_end
+            }
+            for end, (first, last) in steps.items():
+                if end and re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
+                    given, made_of = ([one + end for one in each] for each in (targets, sources))
+                    made.append(_like(one, made_of, given, first, last))
+            if inputs := self.plan.inputs:
+                named = [f"{source.removesuffix('weight')}{inputs}" for source in sources]
+                targets = [f"{target}_{inputs}" for target in targets]
+                if re.search(f"{targets[0]}$", names, re.MULTILINE):
+                    made.append(_like(one, named, targets, [Numbers(self.number)], []))
         return made
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module, masters in self._masters:
-            take(name, module, masters, self.plan)
-        read = [module for _, module, _ in self._masters]
-        claim(model, read, self.plan.ends, self._fields)
+            take(name, module, masters, self.plan.of(name))
+        plans = {module: self.plan.of(name) for name, module, _ in self._masters}
+        claim(model, [(module, plan.ends) for module, plan in plans.items()], self._fields)
         self._masters.clear()
         self._model = None
-        if self.plan.weight_only:
-            freeze_weights(model, drop_master=True, activations="bf16")
+        if alone := {module for module, plan in plans.items() if plan.weight_only}:
+            how: dict[str, Any] = {"activations": "bf16", "filter_fn": lambda m, _: m in alone}
+            freeze_weights(model, drop_master=True, **how)
         return model
 
     def restate(self, model: Any, fields: dict[str, Any]) -> None:
@@ -205,12 +235,22 @@ def _names_in(files: Any) -> set[str]:
     return names
 
 
-def _for_names_with(converter: Any, end: str, first: list[Any]) -> Any:
-    """A converter like this one, of tensors whose names have an ending more, with these steps
-    before its own."""
-    sources = [source + end for source in converter._original_source_patterns]
-    targets = [target + end for target in converter._original_target_patterns]
-    copy = WeightConverter(sources, targets, [*first, *converter.operations])
+def _shapes_in(files: Any, end: str) -> Iterator[tuple[int, ...]]:
+    """The shapes of tensors in these safetensors files whose names have this ending."""
+    for path in files:
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, "pt") as file:
+                for name in set(file.keys()):
+                    if name.endswith(end):
+                        yield tuple(file.get_slice(name).get_shape())
+
+
+def _like(
+    converter: Any, sources: list[str], targets: list[str], first: list[Any], last: list[Any]
+) -> Any:
+    """A converter like this one, of tensors with other names, with these steps before and after its
+    own."""
+    copy = WeightConverter(sources, targets, [*first, *converter.operations, *last])
     for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
         if hasattr(converter, name):
             setattr(copy, name, getattr(converter, name))

@@ -35,7 +35,8 @@ class Freezable(Sourced):
     _bound: Settings | Mixed | None = None  # what runs outside of regions, given by convert_model
     _bound_plain: bool = False  # the recipe that was bound leaves this module in high precision
     # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
-    _saved_as: tuple[str, str] | None = None
+    _saved_as: tuple[str, ...] | None = None
+    _saved_with: Mapping[str, Tensor] = MappingProxyType({})  # what came with codes, by name
     _claim: dict[str, Any] | None = (
         None  # the quantization_config that says so (weights/missing.py)
     )
@@ -157,7 +158,7 @@ class Freezable(Sourced):
         if frozen is not source:
             self._mark_frozen(frozen)
         elif frozen.settings.w != settings.w:
-            self.__dict__.pop("_saved_as", None)  # names of another format
+            self._forget_names()
         held: dict[str, Operand | Stack] = {}
         for key, parts in made.items():
             row = held_as(parts, at_rest(settings.w), frozen.shapes[key])
@@ -190,10 +191,15 @@ class Freezable(Sourced):
                     self._buffers.pop(f"{key}_{part}", None)
             self.__dict__.pop("_lies", None)
         del self._source
-        self.__dict__.pop("_saved_as", None)
+        self._forget_names()
         for name, parameter in self.named_parameters():
             if name in frozen.trained:
                 parameter.requires_grad_(frozen.trained[name])
+
+    def _forget_names(self) -> None:
+        """How codes that are not there any more are saved."""
+        self.__dict__.pop("_saved_as", None)
+        self.__dict__.pop("_saved_with", None)
 
     def _mark_frozen(self, frozen: Frozen) -> None:
         """Frozen so, with the masters still there: the parameters stop training."""

@@ -82,15 +82,15 @@ def _why(module: Any, reader: str) -> str:
     )
 
 
-def claim(model: nn.Module, holding: Iterable[Freezable], ends: Any, fields: Any) -> None:
-    """Let modules of a model save codes under names with these endings, and `fields`, its
+def claim(model: nn.Module, holding: Iterable[tuple[Freezable, Any]], fields: Any) -> None:
+    """Let modules of a model save codes under names with the endings beside them, and `fields`, its
     quantization_config, say so of them and of no others."""
     for module in model.modules():
         module.__dict__.pop("_claim", None)
         quantizer: Any = module.__dict__.get("hf_quantizer")
         if hasattr(quantizer, "restate"):  # the one that te_mx layers were loaded by
             quantizer.restate(module, fields)
-    for one in holding:
+    for one, ends in holding:
         one._saved_as, one._claim = ends, fields
 
 

@@ -24,7 +24,8 @@ inputs have scales that are powers of two as well.
 
 4-bit weights in a state_dict under the names of others, for a weight called <name>:
 
-compressed-tensors  ``<name>_packed`` [.., out, in/2] and ``<name>_scale`` [.., out, in/32]
+compressed-tensors  ``<name>_packed`` [.., out, in/2] and ``<name>_scale`` [.., out, in/32]; NVFP4
+                    has ``<name>_global_scale`` beside ``<name>_scale`` [.., out, in/16]
 gpt-oss             ``<name>_blocks`` [.., out, in/32, 16] and ``<name>_scales`` [.., out, in/32]
 
 They become ``<name>`` and ``<name>_scale``, as weights/state_dict.py reads them; te_mx saves those.
@@ -45,7 +46,7 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
-from te_mx.formats import mxfp4_checkpoints
+from te_mx.formats import mxfp4_checkpoints, nvfp4_checkpoints
 from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
@@ -72,11 +73,25 @@ def adapt(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> N
             elif name + scale_end not in state_dict:
                 error_msgs.append(f"{name}{scale_end}: missing beside {given}")
             else:
-                parts = state_dict.pop(given), state_dict.pop(name + scale_end)
                 try:
-                    state_dict[name], state_dict[f"{name}_scale"] = read(*parts)
+                    _adapt(state_dict, name, end, scale_end, read)
                 except (TypeError, ValueError) as error:
                     error_msgs.append(f"{given}, {name}{scale_end}: {error}")
+    if any(key in state_dict for key in keys):  # what quantizes inputs elsewhere
+        for name in [n for n in state_dict if n.startswith(prefix) and n.endswith(_OF_INPUTS)]:
+            if "." not in name[len(prefix) :]:
+                del state_dict[name]
+
+
+def _adapt(state_dict: Any, name: str, end: str, scale_end: str, read: Any) -> None:
+    given = state_dict.pop(name + end), state_dict.pop(name + scale_end)
+    if end == "_packed" and name + RECIPROCAL in state_dict:
+        parts = nvfp4_checkpoints.from_compressed_tensors(*given, state_dict.pop(name + RECIPROCAL))
+        state_dict[name], state_dict[f"{name}_scale"], state_dict[name + WHOLE] = parts
+    elif end == "_packed" and given[0].shape[-1] == 24 * given[1].shape[-1]:  # 6 bits
+        state_dict[name], state_dict[f"{name}_scale_e2m3"] = given
+    else:
+        state_dict[name], state_dict[f"{name}_scale"] = read(*given)
 
 
 class WithoutExtraState:
@@ -213,6 +228,8 @@ _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 SCALES = ("_scale", "_scale_inv", *_NAMED.values())
 _TOP = 448.0 * 6.0  # of a code times a block scale
 WHOLE = "_scale_2"  # behind the name of a weight: its tensor scale
+RECIPROCAL = "_global_scale"  # compressed-tensors'
+_OF_INPUTS = "input_scale", "input_global_scale"  # of ModelOpt and compressed-tensors
 _RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
 
 
@@ -234,7 +251,7 @@ def save_codes(module: Any, destination: Any, prefix: str) -> None:
         metadata[_RECIPE] = frozen.settings._asdict()
         metadata[_FIXED] = frozen.fixed._asdict()
     dtype = _dtype_of(frozen.settings.w)
-    code_end, end = module._saved_as or ("", _end_of(frozen.settings.w))
+    code_end, end, *ends = module._saved_as or ("", _end_of(frozen.settings.w), WHOLE)
     for key in module._weight_keys:
         held, names = module._codes(key), module._held_by(key)
         # Weights of several parameters are stacked: one part for each.
@@ -246,8 +263,20 @@ def save_codes(module: Any, destination: Any, prefix: str) -> None:
                 code = code.unflatten(-1, (scale.shape[-1], -1))
             destination[prefix + name + code_end] = code
             destination[prefix + name + end] = scale
-            for one in whole:
-                destination[prefix + name + WHOLE] = one
+            for whole_end, one in zip(ends, whole, strict=False):
+                read = module._saved_with.get(name + whole_end)
+                destination[prefix + name + whole_end] = _whole_as(whole_end, one, read)
+    for name, value in module._saved_with.items():
+        destination.setdefault(prefix + name, value)
+
+
+def _whole_as(end: str, whole: Tensor, read: Tensor | None) -> Tensor:
+    """A tensor scale as files have it: what was read of one, while the weight is that."""
+    if end == WHOLE:
+        return whole
+    if read is not None and torch.equal(read.float().reciprocal().reshape(whole.shape), whole):
+        return read
+    return whole.reciprocal().reshape(whole.shape or (1,))
 
 
 def read_codes(

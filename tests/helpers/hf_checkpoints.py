@@ -16,6 +16,12 @@ STYLES = {
     "modelopt": (None, ("weight", "weight_scale")),
     "compressed-tensors": (None, ("weight", "weight_scale")),
     "compressed-tensors 4 bits": ("mxfp4", ("weight_packed", "weight_scale")),
+    "compressed-tensors 6 bits": ("mxfp6_e2m3", ("weight_packed", "weight_scale")),
+    "modelopt nvfp4": ("nvfp4", ("weight", "weight_scale", "weight_scale_2")),
+    "compressed-tensors nvfp4": (
+        "nvfp4",
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+    ),
     "fp8": ("fp8_e4m3_128x128", ("weight", "weight_scale_inv")),
 }
 # Gate and up are whole blocks, and not one alone: Transformers 5.20 drops dimensions of 1.

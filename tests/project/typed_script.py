@@ -1,5 +1,6 @@
-"""A script as users write it, which `make lint` has mypy check strictly and test_typed.py runs:
-what te_mx returns has types, and so have recipes."""
+# pyright: strict
+"""A script as users write it, which `make lint` has mypy and pyright check strictly and
+test_typed.py runs: what te_mx returns has types, and so have recipes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import te_mx
 transformers = pytest.importorskip("transformers", minversion="5.21")
 safetensors = pytest.importorskip("safetensors.torch")
 from te_mx.integrations import hf_quantizer  # noqa: E402
-from te_mx.integrations.checkpoint_tensors import scale_bytes  # noqa: E402
+from te_mx.integrations.checkpoints.tensors import scale_bytes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
 AUTO = transformers.AutoModelForCausalLM

@@ -19,21 +19,26 @@ from hf_models import keep_head, model_of
 from torch import nn
 
 import te_mx
-from te_mx.integrations.checkpoint_plan import Plan, plan_of
+from te_mx.integrations.checkpoints import Plan, plan_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 safetensors = pytest.importorskip("safetensors.torch")
 from te_mx.integrations import hf_quantizer  # noqa: E402
 
 AUTO = transformers.AutoModelForCausalLM
+# No native kernel of a CPU has 6 bits and NVFP4.
+on_reference = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 
 
+@on_reference
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("model_name", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
     fmt, names = STYLES[style]
     more = {"sizes": WHOLE_BLOCKS} if model_name == "Mixtral" else {}
+    if fmt == "nvfp4":
+        more["activations"] = "bf16"
     if style == "fp8":
         more["recipe"] = te_mx.recipe.DeepSeekV3()
     model = frozen(model_name, None if style == "fp8" else fmt, **more)
@@ -245,14 +250,22 @@ def test_what_te_mx_does_not_take_goes_to_transformers():
                 rf"to Transformers.*weight_block_size is .{size}, {size}., not", again[0]
             )
     with pytest.raises(ValueError, match="reads no modelopt checkpoint"):
-        from_dict({"quant_method": "modelopt", "quant_algo": "NVFP4"})
+        from_dict({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
 
 
 def group(**more):
     return {"config_groups": {"group_0": {"targets": ["Linear"], **more}}}
 
 
+def quark(**more):
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    config = {"weight": weight | more, "input_tensors": None}
+    return {"quant_method": "quark", "global_quant_config": config, "exclude": ["lm_head"]}
+
+
 BLOCKS = "fp8_e4m3_128x128"
+CT = {"quant_method": "compressed-tensors"}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 PLANS = [
     ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "mxfp8_e4m3"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_e4m3_128x128"),
@@ -266,8 +279,23 @@ PLANS = [
     ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, None),
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized", **group()}, "mxfp8_e4m3"),
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, None),
-    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", **group()}, None),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+    ({**CT, "format": "mxfp6-pack-quantized", **group()}, "mxfp6_e2m3"),
+    ({**CT, "format": "nvfp4-pack-quantized", **group(weights={"group_size": 16})}, "nvfp4"),
+    ({**CT, "format": "nvfp4-pack-quantized", **group(weights={"group_size": 32})}, None),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, None),
+    ({**MIXED, "quantized_layers": {"a": {"quant_algo": "NVFP4"}}}, "nvfp4"),
+    ({**MIXED, "quantized_layers": {"a": {"quant_algo": "FP8"}}}, None),
+    (MIXED, None),
+    (quark(), "mxfp4"),
+    (quark(dtype="fp8_e4m3"), "mxfp8_e4m3"),
+    (quark(dtype="fp6_e3m2"), "mxfp6_e3m2"),
+    (quark(dtype="int8"), None),
+    (quark(scale_format="float32"), None),
+    ({"quant_method": "quark", "global_quant_config": {"weight": None}}, None),
+    ({**quark(), "layer_quant_config": {"lm_head": {"weight": None}}}, None),
+    ({**quark(), "export": {"weight_format": "fake_quantized"}}, None),
     ({"quant_method": "modelopt", "quant_algo": None}, None),
     ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "mxfp8_e4m3"),
     ({"quant_method": "mxfp4"}, "mxfp4"),

@@ -3,7 +3,7 @@ give them, and what is made of both."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -12,8 +12,9 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from te_mx import formats
+from te_mx.formats.nvfp4_checkpoints import tensor_scale
 from te_mx.fusion.experts import ExpertsModule
-from te_mx.integrations.checkpoint_plan import Plan
+from te_mx.integrations.checkpoints.plan import Plan, storage
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Float8BlockScaling
 
@@ -54,28 +55,80 @@ def scale_floats(name: str, scales: Tensor) -> Tensor:
     return scales
 
 
-class Scales(ConversionOps):
-    """The first step of Transformers' conversions of scales: what is merged then is of one dtype,
-    bytes or fp32, and does not depend on what torch makes of several."""
+class _EachTensor(ConversionOps):
+    """A step of Transformers' conversions that does something to every tensor by itself."""
 
-    def __init__(self, as_bytes: bool) -> None:
-        self.read = scale_bytes if as_bytes else scale_floats
+    def of(self, name: str, given: Tensor) -> Tensor:
+        raise NotImplementedError
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The same tensors, or lists of tensors, in this dtype."""
+        """The same tensors, or lists of tensors, changed."""
         name = kwargs.get("full_layer_name") or ""
         return {
-            pattern: [self.read(name or pattern, one) for one in given]
+            pattern: [self.of(name or pattern, one) for one in given]
             if isinstance(given, list)
-            else self.read(name or pattern, given)
+            else self.of(name or pattern, given)
             for pattern, given in input_dict.items()
         }
+
+
+class Scales(_EachTensor):
+    """The first step for scales of blocks: what is merged then is of one dtype, bytes or fp32, and
+    does not depend on what torch makes of several."""
+
+    def __init__(self, as_bytes: bool) -> None:
+        self.as_bytes = as_bytes
+
+    def of(self, name: str, given: Tensor) -> Tensor:
+        return (scale_bytes if self.as_bytes else scale_floats)(name, given)
 
     @property
     def reverse_op(self) -> ConversionOps:
         """They are saved as they are."""
         return self
+
+
+class Numbers(_EachTensor):
+    """The first step for a number a matrix, in files of this shape: [1, 1], which merge as matrices
+    do. back: the other way."""
+
+    def __init__(self, shape: tuple[int, ...], back: bool = False) -> None:
+        self.shape, self.back = shape, back
+
+    def of(self, name: str, given: Tensor) -> Tensor:
+        return given.reshape(self.shape if self.back else (1, 1))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The other way."""
+        return Numbers(self.shape, not self.back)
+
+
+class OneAMatrix(_EachTensor):
+    """The last step for numbers of the parts of matrices, [experts, parts, 1], which are the same:
+    [experts]. back: the other way."""
+
+    def __init__(self, parts: int, back: bool = False) -> None:
+        self.parts, self.back = parts, back
+
+    def of(self, name: str, given: Tensor) -> Tensor:
+        if self.back:
+            return given.reshape(-1, 1, 1).repeat(1, self.parts, 1)
+        flat = given.flatten(1)
+        if (differ := (flat != flat[:, :1]).any(1)).any():
+            expert = int(differ.nonzero()[0])
+            raise ValueError(
+                f"{name}: the parts of expert {expert}, gate and up, have tensor scales of their "
+                f"own, {flat[expert].tolist()}, and te_mx multiplies them as one matrix with one; "
+                "quantize them with a common one, as vLLM wants it too"
+            )
+        return flat[:, 0].contiguous()
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The other way."""
+        return OneAMatrix(self.parts, not self.back)
 
 
 def refuse_casts(files: Any, plan: Plan) -> None:
@@ -84,7 +137,7 @@ def refuse_casts(files: Any, plan: Plan) -> None:
     (``get_new_dtype``)."""
     if hasattr(HfQuantizer, "get_new_dtype"):
         return
-    code_end, scale_end = plan.ends
+    code_end, scale_end = plan.ends[:2]
     end = scale_end if plan.experts_only else f"weight{scale_end}"  # not those of inputs
     codes = "F8_E4M3" if formats.get(plan.fmt).element.bits == 8 else "U8"
     for path in files:
@@ -95,7 +148,7 @@ def refuse_casts(files: Any, plan: Plan) -> None:
             wanted = {name.removesuffix(scale_end) + code_end: codes for name in scales}
             if plan.has_bytes:
                 wanted |= dict.fromkeys(scales, "U8")
-            else:  # a cast of these to fp32 is none of bytes
+            elif len(plan.ends) == 2:  # a cast of these to fp32 is none of bytes
                 bytes_ = [one for one in scales if file.get_slice(one).get_dtype() == "U8"]
                 wanted |= dict.fromkeys(bytes_, "F32")
             for name in wanted.keys() & set(file.keys()):
@@ -107,15 +160,23 @@ def refuse_casts(files: Any, plan: Plan) -> None:
                     )
 
 
-def put_placeholders(module: MXModule, plan: Plan) -> dict[str, nn.Parameter]:
-    """Put parameters as the files have them in the place of the weights, which are returned."""
-    fmt, (code_end, scale_end) = formats.get(plan.fmt), plan.ends
-    layer: Any = module
-    if isinstance(module, ExpertsModule) and module._transposed != plan.experts_only:
+def parts_of(module: MXModule, key: str) -> int:
+    """Of how many matrices of the files a weight is made: experts' gate and up are two."""
+    return 2 if isinstance(module, ExpertsModule) and key.startswith("gate_up") else 1
+
+
+def put_placeholders(
+    module: MXModule, plan: Plan, number: tuple[int, ...]
+) -> dict[str, nn.Parameter]:
+    """Put parameters as the files have them in the place of the weights, which are returned.
+    number: the shape of what is a number a matrix."""
+    fmt, layer = formats.get(plan.fmt), cast(Any, module)
+    experts = isinstance(module, ExpertsModule)
+    if experts and layer._transposed != plan.experts_only:
         raise ValueError(f"{module._label()}: no names are known for codes of such experts")
     masters = {}
     for key in module._weight_keys:
-        if isinstance(module, ExpertsModule) and module._cuts_a_block(key, fmt):
+        if experts and layer._cuts_a_block(key, fmt):
             half = module._shape_of(key)[-2] // 2
             raise ValueError(
                 f"{module._label()}: gate and up have {half} rows each, no whole blocks of "
@@ -125,45 +186,66 @@ def put_placeholders(module: MXModule, plan: Plan) -> dict[str, nn.Parameter]:
         groups, (rows, k) = whole.shape[:-2], whole.shape[-2:]
         masters[key] = layer._parameters[key]
         layer._parameters[key] = None
-        if code_end:  # what Transformers initializes and finds done already
+        if plan.ends[0]:  # what Transformers initializes and finds done already
             layer.__dict__[key] = done = torch.empty(0)
             done._is_hf_initialized = True  # type: ignore[attr-defined]
         codes = (*groups, *fmt.codes_shape(rows, k))
         if plan.experts_only:  # the bytes of a block have a dimension of their own
             codes = (*groups, rows, k // 32, 16)
-        for end, shape, dtype in (
-            (code_end, codes, torch.uint8 if fmt.element.bits < 8 else fmt.element.torch_dtype),
-            (scale_end, (*groups, *fmt.scales_shape(rows, k)), fmt.scaling.storage),
-        ):
+        scales = (*groups, *fmt.scales_shape(rows, k))
+        made = [(codes, storage(fmt)), (scales, fmt.scaling.storage)]
+        made += [(tuple(groups) if experts else number, torch.float32)] * (len(plan.ends) - 2)
+        names = [key + end for end in plan.ends]
+        if plan.inputs:
+            names.append(of_inputs(key, plan))
+            each = (*groups, parts_of(module, key), 1) if experts else number
+            made.append((each, torch.float32))
+        for name, (shape, dtype) in zip(names, made, strict=True):
             value = torch.empty(shape, dtype=dtype, device="meta")
-            layer.register_parameter(key + end, nn.Parameter(value, requires_grad=False))
+            layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
     return masters
+
+
+def of_inputs(key: str, plan: Plan) -> str:
+    """The name of the scale of inputs that a weight of this name multiplies."""
+    return plan.inputs if key == "weight" else f"{key}_{plan.inputs}"
+
+
+def _is_there(value: Tensor) -> bool:
+    return not value.is_meta and getattr(value, "_is_hf_initialized", False)
 
 
 def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Plan) -> None:
     """Give a module what was loaded into its placeholders, which Transformers marks then."""
-    layer: Any = module
-    loaded = {}
+    layer, fmt = cast(Any, module), formats.get(plan.fmt)
+    loaded, aside = {}, {}
     for key, master in masters.items():
         layer.__dict__.pop(key, None)
+        held = layer._parameters
         for end in plan.ends:
-            held = layer._parameters
             loaded[key + end] = held[key] if not end else held.pop(key + end)
+        if plan.inputs and _is_there(beside := held.pop(of_inputs(key, plan))):
+            aside[of_inputs(key, plan)] = beside.detach()
         layer._parameters[key] = master
-    missing = [
-        f"{name}.{key}" for key, value in loaded.items()
-        if value.is_meta or not getattr(value, "_is_hf_initialized", False)
-    ]  # fmt: skip
-    if missing:
+    if missing := [f"{name}.{key}" for key, value in loaded.items() if not _is_there(value)]:
         raise ValueError(
             f"the checkpoint has no {', '.join(missing)}, though its quantization_config says that "
             "the layer is quantized; name the layer among those that are left out there"
         )
     state = {key: value.detach() for key, value in loaded.items()}
-    read = scale_bytes if plan.has_bytes else scale_floats
     for key in masters:
-        scales = key + plan.ends[1]
-        state[scales] = read(f"{name}.{scales}", state[scales])
+        scales = state.pop(key + plan.ends[1])
+        if not fmt.tensor_scaled:
+            read = scale_bytes if plan.has_bytes else scale_floats
+            scales = read(f"{name}.{key}{plan.ends[1]}", scales)
+        for end in plan.ends[2:]:
+            aside[key + end] = given = state.pop(key + end)
+            whole = tensor_scale(f"{name}.{key}{end}", given, plan.reciprocal)
+            state[f"{key}_scale_2"] = whole.reshape(module._shape_of(key)[:-2])
+        end = plan.ends[1] if fmt.element.bits != 6 else f"_scale_{fmt.element.name}"
+        state[key + end] = scales
+        if plan.ends[0] == "_packed":
+            state[key] = state.pop(f"{key}_packed")
     try:
         layer.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:
@@ -173,5 +255,7 @@ def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Pl
         ) from None
     if module._source.saved is None:
         raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
+    if aside:
+        module._saved_with = aside
     if plan.powers:  # then those of inputs are, too
         module._source.settings = Float8BlockScaling().settings
