@@ -1,0 +1,250 @@
+// Rows of x, bf16 or fp16, times NVFP4 weights that stand still (sm90_nvfp4.h):
+// out[row, n] = scale * sum over k of x[row, k] w[n, k].
+//
+// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster. The transposed product on
+// wgmma: weights are operand A, codes times block scales from registers, so that nothing is scaled
+// until the end; x is operand B, from shared memory as it came. CTAs of a cluster have parts of k,
+// whose sums go to the CTA that adds them up, in order: the bits of a row depend on n and k, not on
+// the other rows of x nor on their number.
+//
+// One warp asks for quads, first of all those of weights, before it waits for the kernel that wrote
+// x; every warpgroup multiplies 64 rows of weights.
+#pragma once
+
+#include <type_traits>
+
+#include "common/shares.cuh"
+#include "decode/decode_out.cuh"
+#include "mxtile/sm90/cluster.cuh"
+#include "mxtile/sm90/tma.cuh"
+#include "nvfp4/nvfp4_operand.cuh"
+
+namespace te_mx::sm90 {
+
+inline constexpr int kNvfp4MostStages = 12;
+
+struct Nvfp4Params {
+  const uint8_t* w = nullptr;
+  const float* scale = nullptr;  // of the tensor
+  int m = 0, n = 0, groups = 0, quads = 0, cluster = 1, blocks = 1, stages = 0, sums_at = 0;
+  Shares parts;  // of quads
+  DecodeOut out;
+};
+
+// kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
+template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf>
+struct Nvfp4Math {
+  using Operand = Nvfp4Operand<kIsHalf>;
+  static constexpr int kCols = kColumns, kGroups = kTileGroups, kCtas = kCtasOfSm;
+  static constexpr int kFloats = kCols / 2;
+  static constexpr int kBatch = kCols > 64 ? 2 : 4;  // operands that are made together
+  static constexpr int kMath = 128 * kGroups, kThreads = kMath + 32;
+  static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
+  static constexpr int kFragments = kCols / 8 * kGroups * 4;
+  // Stages of x, then of weights; sums, in place of them or behind; barriers.
+  static constexpr int kSmem = (kCtas == 1 ? 226 : kCtas == 2 ? 112 : 74) * 1024;
+  static constexpr int kBars = (2 * kNvfp4MostStages + 1) * 8;
+  static constexpr int sums_bytes(int cluster) {
+    return (kFragments + cluster - 1) / cluster * cluster * 512;
+  }
+};
+
+template <class Math>
+struct Nvfp4Place {
+  const Nvfp4Params& p;
+  uint8_t* smem;
+  int rank, tile_n, block, first, length;  // first, length: of its quads
+  uint32_t base, full, empty;              // barriers of stages that are there, were read
+  uint64_t* bars;
+
+  __device__ __forceinline__ Nvfp4Place(const Nvfp4Params& p, uint8_t* smem)
+      : p(p), smem(smem), rank(static_cast<int>(tile::cluster_rank())) {
+    const int index = static_cast<int>(tile::cluster_index());
+    tile_n = index / p.blocks, block = index - tile_n * p.blocks;
+    const Range quads(p.parts, rank);
+    first = quads.first, length = quads.last - first;
+    bars = reinterpret_cast<uint64_t*>(smem);
+    base = tile::smem_addr(smem) + 1024, full = base - 1024, empty = full + 8 * kNvfp4MostStages;
+  }
+  __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kNvfp4MostStages; }
+  __device__ __forceinline__ int mine() const {
+    return (Math::kFragments - rank + p.cluster - 1) / p.cluster;
+  }
+  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
+  __device__ __forceinline__ uint32_t w(int s) const {
+    return base + p.stages * Math::kX + s * Math::kW;
+  }
+  __device__ __forceinline__ bool over() const { return p.sums_at == 0; }
+  __device__ __forceinline__ uint8_t* sums() const { return smem + 1024 + p.sums_at; }
+  __device__ __forceinline__ void start() const {
+    for (int i = 0; i < p.stages; ++i) {
+      tile::mbar_init(bars + i, 1);
+      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kMath / 32);
+    }
+    tile::mbar_init(sums_bar(), 1);
+    tile::mbar_init_fence();
+    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
+  }
+  // Asks for quad i of the CTA, to stage s, by one thread.
+  __device__ __forceinline__ void ask_weights(int i, int s) const {
+    const uint32_t bar = full + 8 * s;
+    const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
+    tile::mbar_arrive_expect(bar, Math::kX + count * kNvfp4Block);
+    const uint8_t* from = p.w + (int64_t{group} * p.quads + first + i) * kNvfp4Block;
+#pragma unroll
+    for (int g = 0; g < Math::kGroups; ++g) {
+      if (g < count) tile::bulk_load(w(s) + g * kNvfp4Block, from, kNvfp4Block, bar);
+      from += int64_t{p.quads} * kNvfp4Block;
+    }
+  }
+  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int i, int s) const {
+    const uint32_t bar = full + 8 * s;
+    const int k = (first + i) * kNvfp4Quad, row = block * Math::kCols;
+    tile::tma_load(x(s), map, bar, k, row);
+    tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, row);
+  }
+  __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
+    const int ahead = min(p.stages, length);
+    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
+    tile::await_predecessors();
+    for (int i = 0; i < ahead; ++i) ask_x(map, i, i);
+    int s = 0, phase = 0;
+    for (int i = ahead; i < length; ++i) {
+      tile::mbar_wait(empty + 8 * s, phase);
+      ask_weights(i, s);
+      ask_x(map, i, s);
+      if (++s == p.stages) s = 0, phase ^= 1;
+    }
+  }
+};
+
+// Products of a quad of the warpgroup with x. w: the warp's quad, a shared address; x: wgmma_desc.
+template <class Math>
+__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_t w, uint32_t x,
+                                              int lane) {
+  using Operand = typename Math::Operand;
+  constexpr int kBatch = Math::kBatch, kBatches = 8 / kBatch;
+  const uint32_t at = w + lane * 16;
+  const uint4 scales = tile::load_shared16(w + 1024 + lane / 4 * 16);
+  const uint32_t scale_words[4] = {scales.x, scales.y, scales.z, scales.w};
+  uint4 codes{};
+  uint32_t a[2 * kBatch][4];
+  const auto batch = [&](auto b) {
+    if constexpr (b >= 2) tile::wgmma_wait<1>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = b * kBatch + i;  // of 16 of k
+      if (j % 4 == 0) codes = tile::load_shared16(at + j / 4 * 512);
+      const uint32_t word = j % 4 == 0   ? codes.x
+                            : j % 4 == 1 ? codes.y
+                            : j % 4 == 2 ? codes.z
+                                         : codes.w;
+      const uint32_t two = scale_words[j / 2];
+      Operand::make(
+          a[j % (2 * kBatch)], word,
+          j % 2 == 0 ? Operand::template scales<0>(two) : Operand::template scales<1>(two));
+    }
+    tile::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = b * kBatch + i;
+      Operand::multiply(d, a[j % (2 * kBatch)], x + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
+    }
+    tile::wgmma_commit();
+  };
+  batch(std::integral_constant<int, 0>{}), batch(std::integral_constant<int, 1>{});
+  if constexpr (kBatches > 2)
+    batch(std::integral_constant<int, 2>{}), batch(std::integral_constant<int, 3>{});
+  tile::wgmma_wait<0>();
+  tile::wgmma_pin(d);
+}
+
+// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
+// a row of x and eight of the weights.
+template <class Math>
+__device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
+  const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
+  const int count = at.p.m - at.block * Math::kCols;
+  const float scale = __ldg(at.p.scale) / kNvfp4Down;
+  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
+    const int fragment = at.rank + slot * at.p.cluster;
+    const int col = fragment / (4 * Math::kGroups) * 8 + lane / 2;
+    const int n =
+        at.tile_n * Math::kGroups * kNvfp4Rows + fragment % (4 * Math::kGroups) * 16 + half * 8;
+    const int there = min(8, at.p.n - n);
+    if (col >= count || there <= 0) continue;
+    const float* const from = reinterpret_cast<const float*>(at.sums()) +
+                              slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
+    float v[8];
+    add_parts(from, at.p.cluster, v);
+#pragma unroll
+    for (float& one : v) one *= scale;
+    write_eight(at.p.out, int64_t{at.block} * Math::kCols + col, n, 0, there, v);
+  }
+}
+
+template <class Math>
+__global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
+    nvfp4_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Nvfp4Params p) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = threadIdx.x % 32;
+  const Nvfp4Place<Math> at(p, smem);
+  if (threadIdx.x == Math::kMath) tile::tma_prefetch(&map), at.start();
+  __syncthreads();
+  if (p.cluster > 1 && !at.over()) tile::cluster_arrive_relaxed();  // who has waited may send
+  tile::let_dependents_start();
+
+  if (warp == Math::kMath / 32) {
+    if (tile::elect_one()) at.ask_all(&map);
+    __syncwarp();
+    if (p.cluster > 1) {
+      if (at.over()) tile::cluster_arrive();
+      tile::cluster_wait();
+    }
+    return;
+  }
+
+  float d[Math::kFloats] = {};
+  int s = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (int i = 0; i < at.length; ++i) {
+    tile::mbar_wait(at.full + 8 * s, phase);
+    multiply_quad<Math>(d, at.w(s) + warp * kNvfp4Bytes, tile::wgmma_desc_at(at.x(s)), lane);
+    __syncwarp();
+    if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
+    if (++s == p.stages) s = 0, phase ^= 1;
+  }
+  if (p.cluster > 1) {
+    if (at.over()) tile::cluster_arrive();
+    tile::cluster_wait();
+  } else if (at.over()) {
+    tile::named_barrier(2, Math::kMath);  // all have read their stages
+  }
+  constexpr int kWarps = Math::kMath / 32;
+  float4* const all = reinterpret_cast<float4*>(at.sums()) + at.rank * 32 + lane;
+#pragma unroll
+  for (int j = 0; j < Math::kCols / 8; ++j) {
+    const int fragment = j * kWarps + warp, turn = fragment / p.cluster;
+    const float* const v = d + 4 * j;
+    float4* const to = all + turn * p.cluster * 32;
+    if (p.cluster == 1) {
+      *to = {v[0], v[1], v[2], v[3]};
+    } else {
+      tile::send(to,
+                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                       __float_as_uint(v[3])},
+                 at.sums_bar(), fragment - turn * p.cluster);
+    }
+  }
+  if (p.cluster > 1) {
+    tile::mbar_wait_sent(at.sums_bar(), 0);
+  } else {
+    tile::named_barrier(2, Math::kMath);
+  }
+  finish_tile(at);
+}
+
+}  // namespace te_mx::sm90
