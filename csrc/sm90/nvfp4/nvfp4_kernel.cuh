@@ -12,6 +12,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "common/shares.cuh"
 #include "decode/decode_out.cuh"
@@ -32,11 +33,11 @@ struct Nvfp4Params {
 };
 
 // kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
-template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf>
+template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf, int kAtOnce = 1>
 struct Nvfp4Math {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr int kCols = kColumns, kGroups = kTileGroups, kCtas = kCtasOfSm;
-  static constexpr int kFloats = kCols / 2;
+  static constexpr int kFloats = kCols / 2, kTogether = kAtOnce;
   static constexpr int kBatch = kCols > 64 ? 2 : 4;  // operands that are made together
   static constexpr int kMath = 128 * kGroups, kThreads = kMath + 32;
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
@@ -118,43 +119,48 @@ struct Nvfp4Place {
   }
 };
 
-// Products of a quad of the warpgroup with x. w: the warp's quad, a shared address; x: wgmma_desc.
-template <class Math>
-__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_t w, uint32_t x,
-                                              int lane) {
+// Products of kQuads quads of the warpgroup with x. w: the warp's quad, a shared address; x:
+// wgmma_desc; both of every quad.
+template <class Math, int kQuads>
+__device__ __forceinline__ void multiply_quads(float (&d)[Math::kFloats],
+                                               const uint32_t (&w)[kQuads],
+                                               const uint32_t (&x)[kQuads], int lane) {
   using Operand = typename Math::Operand;
-  constexpr int kBatch = Math::kBatch, kBatches = 8 / kBatch;
-  const uint32_t at = w + lane * 16;
-  const uint4 scales = tile::load_shared16(w + 1024 + lane / 4 * 16);
-  const uint32_t scale_words[4] = {scales.x, scales.y, scales.z, scales.w};
+  constexpr int kBatch = Math::kBatch;
+  uint32_t scales[4];
   uint4 codes{};
   uint32_t a[2 * kBatch][4];
   const auto batch = [&](auto b) {
+    // NOTE: while one batch is multiplied, the next is made.
     if constexpr (b >= 2) tile::wgmma_wait<1>();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int j = b * kBatch + i;  // of 16 of k
-      if (j % 4 == 0) codes = tile::load_shared16(at + j / 4 * 512);
+      const int all = b * kBatch + i, q = all / 8, j = all % 8;  // of 16 of k
+      if (j == 0) {
+        const uint4 four = tile::load_shared16(w[q] + 1024 + lane / 4 * 16);
+        scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
+      }
+      if (j % 4 == 0) codes = tile::load_shared16(w[q] + lane * 16 + j / 4 * 512);
       const uint32_t word = j % 4 == 0   ? codes.x
                             : j % 4 == 1 ? codes.y
                             : j % 4 == 2 ? codes.z
                                          : codes.w;
-      const uint32_t two = scale_words[j / 2];
-      Operand::make(
-          a[j % (2 * kBatch)], word,
-          j % 2 == 0 ? Operand::template scales<0>(two) : Operand::template scales<1>(two));
+      Operand::make(a[all % (2 * kBatch)], word,
+                    j % 2 == 0 ? Operand::template scales<0>(scales[j / 2])
+                               : Operand::template scales<1>(scales[j / 2]));
     }
     tile::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int j = b * kBatch + i;
-      Operand::multiply(d, a[j % (2 * kBatch)], x + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
+      const int all = b * kBatch + i, q = all / 8, j = all % 8;
+      Operand::multiply(d, a[all % (2 * kBatch)], x[q] + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
     }
     tile::wgmma_commit();
   };
-  batch(std::integral_constant<int, 0>{}), batch(std::integral_constant<int, 1>{});
-  if constexpr (kBatches > 2)
-    batch(std::integral_constant<int, 2>{}), batch(std::integral_constant<int, 3>{});
+  const auto all = [&]<int... kB>(std::integer_sequence<int, kB...>) {
+    (batch(std::integral_constant<int, kB>{}), ...);
+  };
+  all(std::make_integer_sequence<int, kQuads * 8 / kBatch>{});
   tile::wgmma_wait<0>();
   tile::wgmma_pin(d);
 }
@@ -209,13 +215,30 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
   float d[Math::kFloats] = {};
   int s = 0;
   uint32_t phase = 0;
-#pragma unroll 1
-  for (int i = 0; i < at.length; ++i) {
-    tile::mbar_wait(at.full + 8 * s, phase);
-    multiply_quad<Math>(d, at.w(s) + warp * kNvfp4Bytes, tile::wgmma_desc_at(at.x(s)), lane);
+  // Quads that are multiplied in one go.
+  const auto quads = [&](auto count) {
+    uint32_t w[count], x[count];
+    int of[count];
+#pragma unroll
+    for (int q = 0; q < count; ++q) {
+      tile::mbar_wait(at.full + 8 * s, phase);
+      w[q] = at.w(s) + warp * kNvfp4Bytes, x[q] = tile::wgmma_desc_at(at.x(s)), of[q] = s;
+      if (++s == p.stages) s = 0, phase ^= 1;
+    }
+    multiply_quads<Math, count>(d, w, x, lane);
     __syncwarp();
-    if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
-    if (++s == p.stages) s = 0, phase ^= 1;
+    if (tile::elect_one()) {
+#pragma unroll
+      for (int q = 0; q < count; ++q) tile::mbar_arrive(at.bars + kNvfp4MostStages + of[q]);
+    }
+  };
+  int left = at.length;
+#pragma unroll 1
+  for (; left >= Math::kTogether; left -= Math::kTogether)
+    quads(std::integral_constant<int, Math::kTogether>{});
+  if constexpr (Math::kTogether > 1) {
+#pragma unroll 1
+    for (; left > 0; --left) quads(std::integral_constant<int, 1>{});
   }
   if (p.cluster > 1) {
     if (at.over()) tile::cluster_arrive();
