@@ -14,6 +14,7 @@
 #include "sequence.hpp"
 #include "te_mx/sm90_decode.h"
 #include "te_mx/sm90_frozen.h"
+#include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::bindings {
 namespace {
@@ -264,6 +265,38 @@ void bind_decode(py::module_& m) {
   bind_call(m, "decode", decode);
 }
 
+void bind_nvfp4(py::module_& m) {
+  Record<Nvfp4Args>()
+      .field("m", &Nvfp4Args::m)
+      .field("n", &Nvfp4Args::n)
+      .field("k", &Nvfp4Args::k)
+      .field("w", &Nvfp4Args::w)
+      .field("w_scales", &Nvfp4Args::w_scales)
+      .field("scale", &Nvfp4Args::scale)
+      .field("x", &Nvfp4Args::x)
+      .field("ldx", &Nvfp4Args::ldx)
+      .field("x_dtype", &Nvfp4Args::x_dtype)
+      .field("out", &Nvfp4Args::out)
+      .field("ldo", &Nvfp4Args::ldo)
+      .field("out_dtype", &Nvfp4Args::out_dtype)
+      .field("bias", &Nvfp4Args::bias)
+      .field("bias_dtype", &Nvfp4Args::bias_dtype)
+      .part("groups", &Nvfp4Args::groups, "groups_")
+      .field("activates", &Nvfp4Args::activates)
+      .field("act", &Nvfp4Args::act)
+      .part("execution", &Nvfp4Args::execution, "")
+      .add_to(m, "Nvfp4Args");
+  bind_call(m, "nvfp4_product", nvfp4_product);
+  // Codes and scales, sizes, dtype and address of the values, device, stream.
+  m.def("nvfp4_to_values", [](uintptr_t w, uintptr_t w_scales, int64_t n, int64_t k, int32_t dtype,
+                              uintptr_t out, int32_t device, uintptr_t stream) {
+    const DeviceScope scope(device);
+    return number(nvfp4_to_values(
+        reinterpret_cast<const uint8_t*>(w), reinterpret_cast<const uint8_t*>(w_scales), n, k,
+        static_cast<DType>(dtype), reinterpret_cast<void*>(out), reinterpret_cast<void*>(stream)));
+  });
+}
+
 }  // namespace
 }  // namespace te_mx::bindings
 
@@ -280,5 +313,6 @@ PYBIND11_MODULE(_sm90, m) {
   bind_sequences(m);
   bind_norm_rows(m);
   bind_decode(m);
+  bind_nvfp4(m);
   bind_moe(m);
 }

@@ -64,6 +64,14 @@ struct Nvfp4Operand {
     a[2] = times(a[2], two, false), a[3] = times(a[3], two, true);
     tile::wgmma_pin(a);
   }
+  // A pair of operand A as codes times scales.
+  static __device__ __forceinline__ uint32_t up(uint32_t pair) {
+    if constexpr (kHalf) {
+      return as<uint32_t>(__hmul2(as<__half2>(pair), as<__half2>(0x58005800u)));
+    } else {
+      return as<uint32_t>(__hmul2(as<__nv_bfloat162>(pair), as<__nv_bfloat162>(0x43004300u)));
+    }
+  }
   template <int kFloats>
   static __device__ __forceinline__ void multiply(float (&d)[kFloats], const uint32_t (&a)[4],
                                                   uint32_t x) {
