@@ -273,6 +273,7 @@ void bind_nvfp4(py::module_& m) {
       .field("w", &Nvfp4Args::w)
       .field("w_scales", &Nvfp4Args::w_scales)
       .field("scale", &Nvfp4Args::scale)
+      .field("scale_rows", &Nvfp4Args::scale_rows)
       .field("x", &Nvfp4Args::x)
       .field("ldx", &Nvfp4Args::ldx)
       .field("x_dtype", &Nvfp4Args::x_dtype)
@@ -287,14 +288,7 @@ void bind_nvfp4(py::module_& m) {
       .part("execution", &Nvfp4Args::execution, "")
       .add_to(m, "Nvfp4Args");
   bind_call(m, "nvfp4_product", nvfp4_product);
-  // Codes and scales, sizes, dtype and address of the values, device, stream.
-  m.def("nvfp4_to_values", [](uintptr_t w, uintptr_t w_scales, int64_t n, int64_t k, int32_t dtype,
-                              uintptr_t out, int32_t device, uintptr_t stream) {
-    const DeviceScope scope(device);
-    return number(nvfp4_to_values(
-        reinterpret_cast<const uint8_t*>(w), reinterpret_cast<const uint8_t*>(w_scales), n, k,
-        static_cast<DType>(dtype), reinterpret_cast<void*>(out), reinterpret_cast<void*>(stream)));
-  });
+  bind_call(m, "nvfp4_to_values", nvfp4_to_values);
 }
 
 }  // namespace

@@ -30,11 +30,8 @@ constexpr int64_t nvfp4_blocks(int64_t n, int64_t k) {
   return (n + kNvfp4Rows - 1) / kNvfp4Rows * ((k + kNvfp4Quad - 1) / kNvfp4Quad);
 }
 
-// Rows of x in a block, and CTAs of a cluster, the parts of k: by the sizes of a weight alone.
-constexpr int nvfp4_rows(int64_t m, int64_t groups) {
-  const int64_t each = groups <= 1 ? m : 2 * ((m + groups - 1) / groups);
-  return each <= 8 || m <= 8 ? 8 : each <= 16 ? 16 : each <= 32 ? 32 : each <= 64 ? 64 : 128;
-}
+// CTAs of a cluster, the parts of k, by the sizes of a weight alone: three for two SMs, more or
+// less, were the fastest of eight shapes with 1 to 64 rows (NVIDIA H200).
 constexpr int nvfp4_cluster(int64_t n, int64_t k, int sms, bool grouped) {
   const int64_t tiles = (n + 127) / 128, most = (k + kNvfp4Quad - 1) / kNvfp4Quad;
   const int64_t best = ((grouped ? 1 : 3) * int64_t{sms} + tiles) / (2 * tiles);
@@ -49,6 +46,7 @@ struct Nvfp4Args {
   const uint8_t* w = nullptr;  // codes, nvfp4_blocks(n, k) a matrix
   const uint8_t* w_scales = nullptr;
   const float* scale = nullptr;  // of the tensor, of every matrix
+  bool scale_rows = false;       // or of each of its rows
   const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;  // or fp16
@@ -60,14 +58,13 @@ struct Nvfp4Args {
   Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
-  Execution execution;  // kernel: the CTAs of a cluster, -1 for nvfp4_cluster()
+  Execution execution;  // kernel: the CTAs of a cluster, -1: chosen; nvfp4_cluster() up to 64 rows
 };
 // No workspace. w, w_scales and x are aligned to 16 bytes.
 Status nvfp4_product(const Nvfp4Args& args);
 
-// What the codes and block scales of a weight stand for, [n, k] compact, bf16 or fp16, exactly.
-// Addresses are multiples of 16.
-Status nvfp4_to_values(const uint8_t* w, const uint8_t* w_scales, int64_t n, int64_t k, DType dtype,
-                       void* out, void* stream);
+// What a weight stands for: out [n, k], compact, bf16 or fp16, is codes * block scales, which are
+// exact, times `scale` in fp32, rounded. Without x; one matrix; out is aligned to 16 bytes.
+Status nvfp4_to_values(const Nvfp4Args& args);
 
 }  // namespace te_mx::sm90

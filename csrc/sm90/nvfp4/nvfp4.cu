@@ -29,10 +29,27 @@ Status check(const Nvfp4Args& a) {
   return Status::ok;
 }
 
+// Parts of k: up to 64 rows those that the sizes of the weight say, so that the bits of a row do
+// not depend on their number.
+template <class Math>
+int parts_of(const Nvfp4Args& a, int blocks) {
+  const int sms = current_device().sms;
+  if (a.groups.count > 0 || a.m <= 64) return nvfp4_cluster(a.n, a.k, sms, a.groups.count > 0);
+  if constexpr (Math::kCtas > 1) return nvfp4_cluster(a.n * blocks, a.k, sms, false);
+  // CTAs that have an SM alone: as many as run at once in clusters of so many.
+  const int64_t all = (a.n + 127) / 128 * blocks;
+  for (int cluster = 6; cluster > 1; --cluster) {
+    constexpr int kAtOnce[] = {132, 66, 42, 30, 24, 17};
+    if (all <= kAtOnce[cluster - 1]) return cluster;
+  }
+  return 1;
+}
+
 template <class Math>
 Status run(const Nvfp4Args& a) {
   Nvfp4Params p;
-  p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.n = static_cast<int>(a.n);
+  p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.scale_rows = a.scale_rows,
+  p.n = static_cast<int>(a.n);
   p.groups = (p.n + kNvfp4Rows - 1) / kNvfp4Rows;
   p.quads = static_cast<int>((a.k + kNvfp4Quad - 1) / kNvfp4Quad);
   p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
@@ -40,8 +57,9 @@ Status run(const Nvfp4Args& a) {
   rows.m = static_cast<int>(a.m), rows.most = Math::kCols;
   if (a.groups.count > 0) rows.groups = group_table(a.groups);
   p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
-  const int cluster = nvfp4_cluster(a.n, a.k, current_device().sms, a.groups.count > 0);
-  p.cluster = std::min(a.execution.kernel > 0 ? a.execution.kernel : cluster, p.quads);
+  const int tiles = tiles_of<Math>(p.groups);
+  p.cluster =
+      std::min(a.execution.kernel > 0 ? a.execution.kernel : parts_of<Math>(a, p.blocks), p.quads);
   p.parts = shares_of(p.quads, p.cluster);
   const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
   p.stages = room.stages, p.sums_at = room.sums_at;
@@ -50,8 +68,7 @@ Status run(const Nvfp4Args& a) {
       Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   if (!mxtile::sm90::tensor_map_2d(map, type, 2, a.x, a.m, a.k, a.ldx * 2, Math::kCols))
     return Status::unsupported;
-  const int64_t tiles = (p.groups + Math::kGroups - 1) / Math::kGroups;
-  const int64_t ctas = tiles * p.blocks * p.cluster;
+  const int64_t ctas = int64_t{tiles} * p.blocks * p.cluster;
   if (ctas > INT32_MAX) return Status::unsupported;
   const auto kernel = &nvfp4_kernel<Math>;
   static thread_local int prepared = -1;  // the device whose limit is raised
@@ -71,18 +88,13 @@ Status run(const Nvfp4Args& a) {
 
 template <bool kHalf>
 Status run(const Nvfp4Args& a) {
-  switch (nvfp4_rows(a.m, a.groups.count)) {
-    case 8:
-      return run<Nvfp4Math<8, 2, 2, kHalf>>(a);
-    case 16:
-      return run<Nvfp4Math<16, 2, 2, kHalf>>(a);
-    case 32:
-      return run<Nvfp4Math<32, 2, 2, kHalf>>(a);
-    case 64:
-      return run<Nvfp4Math<64, 2, 2, kHalf>>(a);
-    default:
-      return run<Nvfp4Math<128, 3, 1, kHalf>>(a);
-  }
+  const int64_t m = a.groups.count <= 1 ? a.m : 2 * ((a.m + a.groups.count - 1) / a.groups.count);
+  if (m <= 8 || a.m <= 8) return run<Nvfp4Math<8, 2, 2, kHalf>>(a);
+  if (m <= 16) return run<Nvfp4Math<16, 2, 2, kHalf>>(a);
+  if (m <= 32) return run<Nvfp4Math<32, 2, 2, kHalf>>(a);
+  const bool thin = a.n <= 2560 && m <= 128;
+  if (m <= 64 || thin) return run<Nvfp4Math<64, 2, 2, kHalf>>(a);
+  return m <= 256 ? run<Nvfp4Math<128, 2, 1, kHalf>>(a) : run<Nvfp4Math<256, 2, 1, kHalf>>(a);
 }
 
 }  // namespace

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 
 #include "common/shares.cuh"
 #include "decode/decode_out.cuh"
@@ -27,7 +26,8 @@ inline constexpr int kNvfp4MostStages = 12;
 struct Nvfp4Params {
   const uint8_t* w = nullptr;  // codes
   const uint8_t* w_scales = nullptr;
-  const float* scale = nullptr;      // of every matrix
+  const float* scale = nullptr;  // of every matrix, or of each of its rows
+  bool scale_rows = false;
   int n = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
   int cluster = 1, blocks = 1, stages = 0, sums_at = 0;
   Shares parts;  // of quads
@@ -41,12 +41,12 @@ struct Nvfp4Room {
 };
 
 // kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
-template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf, int kAtOnce = 2>
+template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf>
 struct Nvfp4Math {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf;
   static constexpr int kCols = kColumns, kGroups = kTileGroups, kCtas = kCtasOfSm;
-  static constexpr int kFloats = kCols / 2, kTogether = kAtOnce;
+  static constexpr int kFloats = kCols / 2;
   static constexpr int kBatch = kCols > 64 ? 2 : 4;  // operands that are made together
   // NOTE: a whole warpgroup that asks gives its registers away.
   static constexpr bool kManyRegisters = kCols > 128;
@@ -54,8 +54,8 @@ struct Nvfp4Math {
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
   static constexpr int kFragments = kCols / 8 * kGroups * 4;
   // Never more CTAs on an SM: those of one product would gather on some, of the next on others.
-  static constexpr int kSmem = (kCtas == 1 ? 226 : kCtas == 2 ? 112 : 74) * 1024;
-  static constexpr int kLeastSmem = (kCtas == 1 ? 114 : kCtas == 2 ? 76 : 57) * 1024;
+  static constexpr int kSmem = (kCtas == 1 ? 226 : 112) * 1024;
+  static constexpr int kLeastSmem = (kCtas == 1 ? 114 : 76) * 1024;
   static constexpr int sums_bytes(int cluster) {
     return (kFragments + cluster - 1) / cluster * cluster * 512;
   }
@@ -74,6 +74,12 @@ struct Nvfp4Math {
     return {over, 0, 1024 + (over * stage > sums ? over * stage : sums)};
   }
 };
+
+inline constexpr int kNvfp4Band = 8;
+template <class Math>
+__host__ __device__ constexpr int tiles_of(int groups) {
+  return (groups + Math::kGroups - 1) / Math::kGroups;
+}
 
 template <class Math>
 struct Nvfp4Place {
@@ -151,16 +157,15 @@ struct Nvfp4Place {
   }
 };
 
-// Products of kQuads quads of the warpgroup with x. w, w_scales: of the warp's quad, shared
-// addresses of the lane's; x: wgmma_desc.
-template <class Math, int kQuads>
-__device__ __forceinline__ void multiply_quads(float (&d)[Math::kFloats],
-                                               const uint32_t (&w)[kQuads],
-                                               const uint32_t (&w_scales)[kQuads],
-                                               const uint32_t (&x)[kQuads]) {
+// Products of the warpgroup's quads with x. w, w_scales: shared addresses of the lane's part of the
+// warp's quad; x: wgmma_desc.
+template <class Math>
+__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_t w,
+                                              uint32_t w_scales, uint32_t x) {
   using Operand = typename Math::Operand;
   constexpr int kBatch = Math::kBatch;
-  uint32_t scales[4];
+  const uint4 four = tile::load_shared16(w_scales);
+  const uint32_t scales[4] = {four.x, four.y, four.z, four.w};
   uint4 codes{};
   uint32_t a[2 * kBatch][4];
   const auto batch = [&](auto b) {
@@ -168,32 +173,27 @@ __device__ __forceinline__ void multiply_quads(float (&d)[Math::kFloats],
     if constexpr (b >= 2) tile::wgmma_wait<1>();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int all = b * kBatch + i, q = all / 8, j = all % 8;  // of 16 of k
-      if (j == 0) {
-        const uint4 four = tile::load_shared16(w_scales[q]);
-        scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
-      }
-      if (j % 4 == 0) codes = tile::load_shared16(w[q] + j / 4 * 512);
+      const int j = b * kBatch + i;  // of 16 of k
+      if (j % 4 == 0) codes = tile::load_shared16(w + j / 4 * 512);
       const uint32_t word = j % 4 == 0   ? codes.x
                             : j % 4 == 1 ? codes.y
                             : j % 4 == 2 ? codes.z
                                          : codes.w;
-      Operand::make(a[all % (2 * kBatch)], word,
+      Operand::make(a[j % (2 * kBatch)], word,
                     j % 2 == 0 ? Operand::template scales<0>(scales[j / 2])
                                : Operand::template scales<1>(scales[j / 2]));
     }
     tile::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int all = b * kBatch + i, q = all / 8, j = all % 8;
-      Operand::multiply(d, a[all % (2 * kBatch)], x[q] + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
+      const int j = b * kBatch + i;
+      Operand::multiply(d, a[j % (2 * kBatch)], x + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
     }
     tile::wgmma_commit();
   };
-  const auto all = [&]<int... kB>(std::integer_sequence<int, kB...>) {
-    (batch(std::integral_constant<int, kB>{}), ...);
-  };
-  all(std::make_integer_sequence<int, kQuads * 8 / kBatch>{});
+  batch(std::integral_constant<int, 0>{}), batch(std::integral_constant<int, 1>{});
+  if constexpr (kBatch == 2)
+    batch(std::integral_constant<int, 2>{}), batch(std::integral_constant<int, 3>{});
   tile::wgmma_wait<0>();
   tile::wgmma_pin(d);
 }
@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply_quads(float (&d)[Math::kFloats],
 template <class Math>
 __device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
   const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
-  const float scale = __ldg(at.p.scale + at.rows.group) / kNvfp4Down;
+  const int64_t row0 = int64_t{at.rows.group} * at.p.n;
   for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
     const int fragment = at.rank + slot * at.p.cluster;
     const int col = fragment / (4 * Math::kGroups) * 8 + lane / 2;
@@ -215,9 +215,12 @@ __device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
                               slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
     add_parts(from, at.p.cluster, v);
+    const float* const scale =
+        at.p.scale + (at.p.scale_rows ? row0 + n : static_cast<int64_t>(at.rows.group));
 #pragma unroll
-    for (float& one : v) one *= scale;
-    write_eight(at.p.out, at.rows.first + col, n, int64_t{at.rows.group} * at.p.n, there, v);
+    for (int i = 0; i < 8; ++i)
+      v[i] *= __ldg(scale + (at.p.scale_rows ? min(i, there - 1) : 0)) * kNvfp4Up;
+    write_eight(at.p.out, at.rows.first + col, n, row0, there, v);
   }
 }
 
@@ -229,10 +232,13 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
-  const int index = static_cast<int>(tile::cluster_index()), tile_n = index / p.blocks;
+  // Blocks of a band meet a tile one after the other: their x stays in L2.
+  const int index = static_cast<int>(tile::cluster_index()), tiles = tiles_of<Math>(p.groups);
+  const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
+  const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band), tile_n = inside / width;
   DecodeRows rows = given;
   if (!rows.early()) tile::await_predecessors();
-  if (!rows.begin(index - tile_n * p.blocks)) return;
+  if (!rows.begin(band * kNvfp4Band + inside - tile_n * width)) return;
   if (rows.group < 0) {
     const int n = tile_n * Math::kGroups * kNvfp4Rows;
     if (tile::cluster_rank() == 0)
@@ -260,32 +266,15 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
   float d[Math::kFloats] = {};
   int s = 0;
   uint32_t phase = 0;
-  // Quads that are multiplied in one go.
-  const auto quads = [&](auto count) {
-    uint32_t w[count], w_scales[count], x[count];
-    int of[count];
-#pragma unroll
-    for (int q = 0; q < count; ++q) {
-      tile::mbar_wait(at.full + 8 * s, phase);
-      w[q] = at.w(s) + warp * kNvfp4Codes + lane * 16;
-      w_scales[q] = at.w_scales(s) + warp * kNvfp4Scales + lane / 4 * 16;
-      x[q] = tile::wgmma_desc_at(at.x(s)), of[q] = s;
-      if (++s == p.stages) s = 0, phase ^= 1;
-    }
-    multiply_quads<Math, count>(d, w, w_scales, x);
+#pragma unroll 1
+  for (int i = 0; i < at.length; ++i) {
+    tile::mbar_wait(at.full + 8 * s, phase);
+    multiply_quad<Math>(d, at.w(s) + warp * kNvfp4Codes + lane * 16,
+                        at.w_scales(s) + warp * kNvfp4Scales + lane / 4 * 16,
+                        tile::wgmma_desc_at(at.x(s)));
     __syncwarp();
-    if (tile::elect_one()) {
-#pragma unroll
-      for (int q = 0; q < count; ++q) tile::mbar_arrive(at.bars + kNvfp4MostStages + of[q]);
-    }
-  };
-  int left = at.length;
-#pragma unroll 1
-  for (; left >= Math::kTogether; left -= Math::kTogether)
-    quads(std::integral_constant<int, Math::kTogether>{});
-  if constexpr (Math::kTogether > 1) {
-#pragma unroll 1
-    for (; left > 0; --left) quads(std::integral_constant<int, 1>{});
+    if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
+    if (++s == p.stages) s = 0, phase ^= 1;
   }
   if (p.cluster > 1) {
     if (at.over()) tile::cluster_arrive();

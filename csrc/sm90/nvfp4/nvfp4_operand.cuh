@@ -14,8 +14,8 @@ namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
 
-// What every product of a code and a scale is multiplied by in operand A.
-inline constexpr float kNvfp4Down = 0.0078125f;
+// What makes up for operand A, which has every product of a code and a scale times 2^-7.
+inline constexpr float kNvfp4Up = 128.0f;
 
 template <class To, class From>
 __device__ __forceinline__ To as(From v) {
@@ -63,14 +63,6 @@ struct Nvfp4Operand {
     a[0] = times(a[0], two, false), a[1] = times(a[1], two, true);
     a[2] = times(a[2], two, false), a[3] = times(a[3], two, true);
     tile::wgmma_pin(a);
-  }
-  // A pair of operand A as codes times scales.
-  static __device__ __forceinline__ uint32_t up(uint32_t pair) {
-    if constexpr (kHalf) {
-      return as<uint32_t>(__hmul2(as<__half2>(pair), as<__half2>(0x58005800u)));
-    } else {
-      return as<uint32_t>(__hmul2(as<__nv_bfloat162>(pair), as<__nv_bfloat162>(0x43004300u)));
-    }
   }
   template <int kFloats>
   static __device__ __forceinline__ void multiply(float (&d)[kFloats], const uint32_t (&a)[4],
