@@ -28,6 +28,7 @@
 #include "te_mx/moe.h"
 #include "te_mx/quantize.h"
 #include "te_mx/sm90_decode.h"
+#include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::bindings {
 
@@ -40,7 +41,7 @@ concept AnyRecord =
     one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
            GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
            GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, NormRowsArgs, LinearArgs, Routing,
-           MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs>;
+           MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs, sm90::Nvfp4Args>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>

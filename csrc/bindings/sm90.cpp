@@ -14,6 +14,7 @@
 #include "sequence.hpp"
 #include "te_mx/sm90_decode.h"
 #include "te_mx/sm90_frozen.h"
+#include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::bindings {
 namespace {
@@ -264,6 +265,32 @@ void bind_decode(py::module_& m) {
   bind_call(m, "decode", decode);
 }
 
+void bind_nvfp4(py::module_& m) {
+  Record<Nvfp4Args>()
+      .field("m", &Nvfp4Args::m)
+      .field("n", &Nvfp4Args::n)
+      .field("k", &Nvfp4Args::k)
+      .field("w", &Nvfp4Args::w)
+      .field("w_scales", &Nvfp4Args::w_scales)
+      .field("scale", &Nvfp4Args::scale)
+      .field("scale_rows", &Nvfp4Args::scale_rows)
+      .field("x", &Nvfp4Args::x)
+      .field("ldx", &Nvfp4Args::ldx)
+      .field("x_dtype", &Nvfp4Args::x_dtype)
+      .field("out", &Nvfp4Args::out)
+      .field("ldo", &Nvfp4Args::ldo)
+      .field("out_dtype", &Nvfp4Args::out_dtype)
+      .field("bias", &Nvfp4Args::bias)
+      .field("bias_dtype", &Nvfp4Args::bias_dtype)
+      .part("groups", &Nvfp4Args::groups, "groups_")
+      .field("activates", &Nvfp4Args::activates)
+      .field("act", &Nvfp4Args::act)
+      .part("execution", &Nvfp4Args::execution, "")
+      .add_to(m, "Nvfp4Args");
+  bind_call(m, "nvfp4_product", nvfp4_product);
+  bind_call(m, "nvfp4_to_values", nvfp4_to_values);
+}
+
 }  // namespace
 }  // namespace te_mx::bindings
 
@@ -280,5 +307,6 @@ PYBIND11_MODULE(_sm90, m) {
   bind_sequences(m);
   bind_norm_rows(m);
   bind_decode(m);
+  bind_nvfp4(m);
   bind_moe(m);
 }

@@ -70,11 +70,11 @@ class Weight(NamedTuple):
     groups: int = 0
 
 
-def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
-    """Whether a kernel for few rows may be asked for x [..., k]; not in a trace of any number of
-    rows, which would be one of few alone."""
+def is_few(x: Tensor, k: int, groups: int = 0, as_is: bool = False) -> bool:
+    """Whether a kernel for few rows may be asked for x [..., k], which is quantized or multiplied
+    as it is; not in a trace of any number of rows, which would be one of few alone."""
     size = x.numel()
-    return type(size) is int and 0 < size <= frozen_rows(groups) * k
+    return type(size) is int and 0 < size <= frozen_rows(groups, as_is) * k
 
 
 def has_form(weight: Weight) -> bool:
@@ -150,7 +150,7 @@ def ready_for(
     offs: Tensor | None = None,
 ) -> Ready | None:  # fmt: skip
     """As `ready`, None where autograd or a watcher wants to see the product."""
-    if not is_few(x, weight.k, weight.groups) or not is_direct(x, bias, offs):
+    if not is_few(x, weight.k, weight.groups, settings is None) or not is_direct(x, bias, offs):
         return None
     if needs_gradient(x, bias):
         return None

@@ -152,7 +152,7 @@ class Frozen(WeightSource):
         """What multiplies few rows of a step inside of a module, as many as x has."""
         if is_tracing():
             return traced.ready(layer, key, x, output_dtype(x), settings, multiplies=True)
-        if layer._tokens is not None or kept is None or not decode.is_few(x, x.shape[-1]):
+        if layer._tokens is not None or kept is None or not self._is_few(x):
             return None
         size = layer._shape_of(key)[-2:]
         return self._ready(layer, key, x, output_dtype(x), settings, kept, size)
@@ -161,7 +161,7 @@ class Frozen(WeightSource):
         self, layer: Any, key: str, x: Tensor, dtype: torch.dtype, settings: Settings, kept: Any,
         size: Sequence[int],
     ) -> Ready | None:  # fmt: skip
-        if not decode.is_few(x, x.shape[-1]) or not is_direct(x):
+        if not self._is_few(x) or not is_direct(x):
             return None
         given = settings if self.quantizes_inputs else None
         found = decode.ready(x, dtype, self.weight(layer, key, kept, size), given)
@@ -212,7 +212,7 @@ class Frozen(WeightSource):
             return None
         tracing, many = is_tracing(), layer.num_gemms
         n, k = layer.out_features, layer.in_features
-        if not (tracing or decode.is_few(x, k, many)):
+        if not (tracing or decode.is_few(x, k, many, not self.quantizes_inputs)):
             return None
         dtype = output_dtype(x)
         if not self.quantizes_inputs and x.dtype != dtype:  # it is rounded first
@@ -229,7 +229,10 @@ class Frozen(WeightSource):
     def decodes_now(self, layer: Any, x: Tensor) -> bool:
         if is_tracing() or layer._tokens is not None or not layer._reads_held:
             return False
-        return self.decodes and decode.is_few(x, x.shape[-1])
+        return self.decodes and self._is_few(x)
+
+    def _is_few(self, x: Tensor) -> bool:
+        return decode.is_few(x, x.shape[-1], 0, not self.quantizes_inputs)
 
     def weight(
         self, layer: Any, key: str, kept: Any, size: Sequence[int], groups: int = 0

@@ -217,7 +217,7 @@ def most_rows(
 ) -> int:  # fmt: skip
     """The most rows that a kernel takes; 0 where there is none."""
     dtype, device = x
-    rows = frozen_rows(sizes[0])
+    rows = frozen_rows(sizes[0], not specs[0])
     while rows:
         found = frozen_kernel((rows, dtype, device), sizes, specs, *how)
         if found is not None and (found[1].multiplies or not multiplies):

@@ -23,4 +23,11 @@ void wgmma_registers_f16(float (&d)[kFloats], const uint32_t (&a)[4], uint32_t b
               d);
 }
 
+template <bool kAdd, int kFloats>
+void wgmma_registers_bf16(float (&d)[kFloats], const uint32_t (&a)[4], uint32_t b) {
+  simt::wgmma({simt::Operand::bf16, simt::Operand::bf16, 2 * kFloats, 0,
+               uint64_t{kDescHigh} << 32 | b, a, false, kAdd},
+              d);
+}
+
 }  // namespace mxtile::sm90

@@ -1,0 +1,70 @@
+// NVFP4 weights that stand still for products with inputs that are not quantized, and the call.
+// Host code alone, for machines without a GPU too.
+//
+// Weights [n, k] lie in blocks of 64 rows x 128 of k, [n / 64][k / 128], which are four quads of 16
+// rows: 0.5625 bytes a weight. n is filled up to 64, k to 128, with zeros.
+//   codes   1,024 bytes a quad: words [2][32 lanes][4]. Lane 4g + t of word 4h + i has the eight
+//           codes of the 16 of k from 16 (4h + i) on that are its part of operand A of a product of
+//           16-bit numbers: pairs p = 0 .. 3 of row g + 8 (p % 2), k 2t + 8 (p / 2) and the one
+//           after it. Of a pair, the second code lies 16 bits above the first. Bits of a code
+//           (sign, then the other three): 15, 8:6 of pair 0; 12, 5:3 of pair 1; 14, 2:0 of pair 2;
+//           13, 11:9 of pair 3.
+//   scales  128 bytes a quad, in an array of their own: words [8 rows g][4], word i has bytes of
+//           row g, block 2i; row g + 8, block 2i; row g, block 2i + 1; row g + 8, block 2i + 1.
+//           A byte 8e + m that is not zero is (1 + m / 8) * 2^(e - 22), 255 is NaN: what is
+//           subnormal in E4M3 is normal here.
+#pragma once
+
+#include <cstdint>
+
+#include "te_mx/fused.h"
+#include "te_mx/types.h"
+
+namespace te_mx::sm90 {
+
+inline constexpr int kNvfp4Rows = 64;   // of weights, that a warpgroup multiplies at once
+inline constexpr int kNvfp4Quad = 128;  // of k
+inline constexpr int kNvfp4Codes = 1024, kNvfp4Scales = 128;  // bytes of a quad
+inline constexpr int kNvfp4Block = 4 * (kNvfp4Codes + kNvfp4Scales);
+constexpr int64_t nvfp4_blocks(int64_t n, int64_t k) {
+  return (n + kNvfp4Rows - 1) / kNvfp4Rows * ((k + kNvfp4Quad - 1) / kNvfp4Quad);
+}
+
+// CTAs of a cluster, the parts of k, by the sizes of a weight alone: three for two SMs, more or
+// less, were the fastest of eight shapes with 1 to 64 rows (NVIDIA H200).
+constexpr int nvfp4_cluster(int64_t n, int64_t k, int sms, bool grouped) {
+  const int64_t tiles = (n + 127) / 128, most = (k + kNvfp4Quad - 1) / kNvfp4Quad;
+  const int64_t best = ((grouped ? 1 : 3) * int64_t{sms} + tiles) / (2 * tiles);
+  return static_cast<int>(best < 1 ? 1 : best < most ? (best < 8 ? best : 8) : most < 8 ? most : 8);
+}
+
+// out[m, n] = act(scale * (x[m, k] @ (codes * block scales)[n, k]^T) + bias): products are exact,
+// sums fp32. With groups, each of them has weights, a scale and a bias of its own, one behind the
+// other, and rows of no group become 0.
+struct Nvfp4Args {
+  int64_t m = 0, n = 0, k = 0;
+  const uint8_t* w = nullptr;  // codes, nvfp4_blocks(n, k) a matrix
+  const uint8_t* w_scales = nullptr;
+  const float* scale = nullptr;  // of the tensor, of every matrix
+  bool scale_rows = false;       // or of each of its rows
+  const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
+  int64_t ldx = 0;
+  DType x_dtype = DType::bf16;  // or fp16
+  void* out = nullptr;          // rows ldo apart
+  int64_t ldo = 0;
+  DType out_dtype = DType::bf16;
+  const void* bias = nullptr;  // [n], [groups, n] or null
+  DType bias_dtype = DType::bf16;
+  Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
+  bool activates = false;
+  Act act = Act::relu;  // where it does; one that is not gated
+  Execution execution;  // kernel: the CTAs of a cluster, -1: chosen; nvfp4_cluster() up to 64 rows
+};
+// No workspace. w, w_scales and x are aligned to 16 bytes.
+Status nvfp4_product(const Nvfp4Args& args);
+
+// What a weight stands for: out [n, k], compact, bf16 or fp16, is codes * block scales, which are
+// exact, times `scale` in fp32, rounded. Without x; one matrix; out is aligned to 16 bytes.
+Status nvfp4_to_values(const Nvfp4Args& args);
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,110 @@
+// Rows as they are times NVFP4 weights that stand still: checks, and the instance.
+#include <algorithm>
+
+#include "common/formats.h"
+#include "common/launch.h"
+#include "mxtile/sm90/tensor_map.h"
+#include "nvfp4/nvfp4_kernel.cuh"
+
+namespace te_mx::sm90 {
+namespace {
+
+Status check(const Nvfp4Args& a) {
+  if (a.m < 1 || a.n < 1 || a.k < 1 || a.w == nullptr || a.x == nullptr || a.out == nullptr ||
+      a.w_scales == nullptr || a.scale == nullptr)
+    return Status::bad_argument;
+  if (!known(a.x_dtype) || !known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
+  if (a.ldx < a.k || a.ldo < a.n || a.execution.kernel > kDecodeMaxCluster)
+    return Status::bad_argument;
+  constexpr int64_t kMost = (int64_t{1} << 31) - 257;
+  if (a.m > kMost || a.n > kMost || a.k > kMost) return Status::unsupported;
+  if (a.groups.count < 0 || a.groups.count > kMost || a.groups.capacity != 0)
+    return Status::unsupported;
+  if (a.groups.count > 0 && (a.groups.rows != a.m || !valid(a.groups))) return Status::bad_argument;
+  if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
+  if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
+  const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  if (a.x_dtype == DType::f32 || !whole(a.w) || !whole(a.w_scales) || !whole(a.x) || a.ldx % 8 != 0)
+    return Status::unsupported;
+  return Status::ok;
+}
+
+// Parts of k: up to 64 rows those that the sizes of the weight say, so that the bits of a row do
+// not depend on their number.
+template <class Math>
+int parts_of(const Nvfp4Args& a, int blocks) {
+  const int sms = current_device().sms;
+  if (a.groups.count > 0 || a.m <= 64) return nvfp4_cluster(a.n, a.k, sms, a.groups.count > 0);
+  if constexpr (Math::kCtas > 1) return nvfp4_cluster(a.n * blocks, a.k, sms, false);
+  // CTAs that have an SM alone: as many as run at once in clusters of so many.
+  const int64_t all = (a.n + 127) / 128 * blocks;
+  for (int cluster = 6; cluster > 1; --cluster) {
+    constexpr int kAtOnce[] = {132, 66, 42, 30, 24, 17};
+    if (all <= kAtOnce[cluster - 1]) return cluster;
+  }
+  return 1;
+}
+
+template <class Math>
+Status run(const Nvfp4Args& a) {
+  Nvfp4Params p;
+  p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.scale_rows = a.scale_rows,
+  p.n = static_cast<int>(a.n);
+  p.groups = (p.n + kNvfp4Rows - 1) / kNvfp4Rows;
+  p.quads = static_cast<int>((a.k + kNvfp4Quad - 1) / kNvfp4Quad);
+  p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
+  DecodeRows rows;
+  rows.m = static_cast<int>(a.m), rows.most = Math::kCols;
+  if (a.groups.count > 0) rows.groups = group_table(a.groups);
+  p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
+  const int tiles = tiles_of<Math>(p.groups);
+  p.cluster =
+      std::min(a.execution.kernel > 0 ? a.execution.kernel : parts_of<Math>(a, p.blocks), p.quads);
+  p.parts = shares_of(p.quads, p.cluster);
+  const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
+  p.stages = room.stages, p.sums_at = room.sums_at;
+  CUtensorMap map;
+  const auto type =
+      Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  if (!mxtile::sm90::tensor_map_2d(map, type, 2, a.x, a.m, a.k, a.ldx * 2, Math::kCols))
+    return Status::unsupported;
+  const int64_t ctas = int64_t{tiles} * p.blocks * p.cluster;
+  if (ctas > INT32_MAX) return Status::unsupported;
+  const auto kernel = &nvfp4_kernel<Math>;
+  static thread_local int prepared = -1;  // the device whose limit is raised
+  int device = 0;
+  cudaGetDevice(&device);
+  if (prepared != device) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Math::kSmem);
+    if (error != cudaSuccess) return started(error);
+    prepared = device;
+  }
+  const dim3 grid(static_cast<unsigned>(ctas));
+  const int bytes = std::max(room.bytes, Math::kLeastSmem);
+  return launch_early(kernel, {grid, Math::kThreads, a.execution.stream, bytes, p.cluster}, map, p,
+                      rows);
+}
+
+template <bool kHalf>
+Status run(const Nvfp4Args& a) {
+  const int64_t m = a.groups.count <= 1 ? a.m : 2 * ((a.m + a.groups.count - 1) / a.groups.count);
+  if (m <= 8 || a.m <= 8) return run<Nvfp4Math<8, 2, 2, kHalf>>(a);
+  if (m <= 16) return run<Nvfp4Math<16, 2, 2, kHalf>>(a);
+  if (m <= 32) return run<Nvfp4Math<32, 2, 2, kHalf>>(a);
+  const bool thin = a.n <= 2560 && m <= 128;
+  if (m <= 64 || thin) return run<Nvfp4Math<64, 2, 2, kHalf>>(a);
+  return m <= 256 ? run<Nvfp4Math<128, 2, 1, kHalf>>(a) : run<Nvfp4Math<256, 2, 1, kHalf>>(a);
+}
+
+}  // namespace
+
+// NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
+Status nvfp4_product(const Nvfp4Args& a) {
+  const Status status = check(a);
+  if (status != Status::ok) return status;
+  if (current_device().sms == 0) return Status::unsupported;
+  return a.x_dtype == DType::bf16 ? run<false>(a) : run<true>(a);
+}
+
+}  // namespace te_mx::sm90

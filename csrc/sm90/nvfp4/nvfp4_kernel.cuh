@@ -1,0 +1,309 @@
+// Rows of x, bf16 or fp16, times NVFP4 weights that stand still (sm90_nvfp4.h):
+// out[row, n] = scale * sum over k of x[row, k] w[n, k].
+//
+// Grid: x = tiles of weights * blocks of kCols rows (decode_rows.cuh) * CTAs of a cluster. The
+// transposed product on wgmma: weights are operand A, codes times block scales from registers, so
+// that nothing is scaled until the end; x is operand B, from shared memory as it came. CTAs of a
+// cluster have parts of k, whose sums go to the CTA that adds them up, in order: the bits of a row
+// depend on n and k, not on the other rows of x nor on their number.
+//
+// One warp asks for quads, first of all those of weights, before it waits for the kernel that wrote
+// x; every warpgroup multiplies 64 rows of weights.
+#pragma once
+
+#include <type_traits>
+
+#include "common/shares.cuh"
+#include "decode/decode_out.cuh"
+#include "mxtile/sm90/cluster.cuh"
+#include "mxtile/sm90/tma.cuh"
+#include "nvfp4/nvfp4_operand.cuh"
+
+namespace te_mx::sm90 {
+
+inline constexpr int kNvfp4MostStages = 12;
+
+struct Nvfp4Params {
+  const uint8_t* w = nullptr;  // codes
+  const uint8_t* w_scales = nullptr;
+  const float* scale = nullptr;  // of every matrix, or of each of its rows
+  bool scale_rows = false;
+  int n = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
+  int cluster = 1, blocks = 1, stages = 0, sums_at = 0;
+  Shares parts;  // of quads
+  DecodeOut out;
+};
+
+// What goes where in shared memory behind the barriers: stages of x, then of weights, from 0 on;
+// sums, at 0 where they take the place of all that.
+struct Nvfp4Room {
+  int stages, sums_at, bytes;
+};
+
+// kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
+template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf>
+struct Nvfp4Math {
+  using Operand = Nvfp4Operand<kIsHalf>;
+  static constexpr bool kHalf = kIsHalf;
+  static constexpr int kCols = kColumns, kGroups = kTileGroups, kCtas = kCtasOfSm;
+  static constexpr int kFloats = kCols / 2;
+  static constexpr int kBatch = kCols > 64 ? 2 : 4;  // operands that are made together
+  // NOTE: a whole warpgroup that asks gives its registers away.
+  static constexpr bool kManyRegisters = kCols > 128;
+  static constexpr int kMath = 128 * kGroups, kThreads = kMath + (kManyRegisters ? 128 : 32);
+  static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
+  static constexpr int kFragments = kCols / 8 * kGroups * 4;
+  // Never more CTAs on an SM: those of one product would gather on some, of the next on others.
+  static constexpr int kSmem = (kCtas == 1 ? 226 : 112) * 1024;
+  static constexpr int kLeastSmem = (kCtas == 1 ? 114 : 76) * 1024;
+  static constexpr int sums_bytes(int cluster) {
+    return (kFragments + cluster - 1) / cluster * cluster * 512;
+  }
+  // Of a part of so many quads. Sums lie behind the stages, or in their place where there would be
+  // too few of these.
+  static constexpr Nvfp4Room room(int cluster, int quads) {
+    const int stage = kX + kW, sums = sums_bytes(cluster), space = kSmem - 1024;
+    const auto stages = [&](int bytes) {
+      const int fit = bytes / stage;
+      return fit < quads ? (fit < kNvfp4MostStages ? fit : kNvfp4MostStages)
+                         : (quads < kNvfp4MostStages ? quads : kNvfp4MostStages);
+    };
+    const int apart = stages(space - sums), over = stages(space);
+    if (cluster > 1 && (apart >= 4 || apart == over))
+      return {apart, apart * stage, 1024 + apart * stage + sums};
+    return {over, 0, 1024 + (over * stage > sums ? over * stage : sums)};
+  }
+};
+
+inline constexpr int kNvfp4Band = 8;
+template <class Math>
+__host__ __device__ constexpr int tiles_of(int groups) {
+  return (groups + Math::kGroups - 1) / Math::kGroups;
+}
+
+template <class Math>
+struct Nvfp4Place {
+  static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
+  const Nvfp4Params& p;
+  const DecodeRows& rows;
+  uint8_t* smem;
+  int rank, tile_n, first, length;  // first, length: of its quads
+  uint32_t base, full, empty;       // barriers of stages that are there, were read
+  uint64_t* bars;
+
+  __device__ __forceinline__ Nvfp4Place(const Nvfp4Params& p, const DecodeRows& rows, int tile_n,
+                                        uint8_t* smem)
+      : p(p), rows(rows), smem(smem), rank(static_cast<int>(tile::cluster_rank())), tile_n(tile_n) {
+    const Range quads(p.parts, rank);
+    first = quads.first, length = quads.last - first;
+    bars = reinterpret_cast<uint64_t*>(smem);
+    base = tile::smem_addr(smem) + 1024, full = base - 1024, empty = full + 8 * kNvfp4MostStages;
+  }
+  __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kNvfp4MostStages; }
+  __device__ __forceinline__ int mine() const {
+    return (Math::kFragments - rank + p.cluster - 1) / p.cluster;
+  }
+  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
+  __device__ __forceinline__ uint32_t w(int s) const {
+    return base + p.stages * Math::kX + s * Math::kW;
+  }
+  __device__ __forceinline__ uint32_t w_scales(int s) const {
+    return w(s) + Math::kGroups * kCodes;
+  }
+  __device__ __forceinline__ bool over() const { return p.sums_at == 0; }
+  __device__ __forceinline__ uint8_t* sums() const { return smem + 1024 + p.sums_at; }
+  __device__ __forceinline__ void start() const {
+    for (int i = 0; i < p.stages; ++i) {
+      tile::mbar_init(bars + i, 1);
+      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kMath / 32);
+    }
+    tile::mbar_init(sums_bar(), 1);
+    tile::mbar_init_fence();
+    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
+  }
+  // Asks for quad i of the CTA, to stage s, by one thread.
+  __device__ __forceinline__ void ask_weights(int i, int s) const {
+    const uint32_t bar = full + 8 * s;
+    const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
+    tile::mbar_arrive_expect(bar, Math::kX + count * kNvfp4Block);
+    int64_t from = (int64_t{rows.group} * p.groups + group) * p.quads + first + i;
+#pragma unroll
+    for (int g = 0; g < Math::kGroups; ++g) {
+      if (g < count) {
+        tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, kCodes, bar);
+        tile::bulk_load(w_scales(s) + g * kScales, p.w_scales + from * kScales, kScales, bar);
+      }
+      from += p.quads;
+    }
+  }
+  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int i, int s) const {
+    const uint32_t bar = full + 8 * s;
+    const int k = (first + i) * kNvfp4Quad;
+    tile::tma_load(x(s), map, bar, k, rows.first);
+    tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, rows.first);
+  }
+  __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
+    const int ahead = min(p.stages, length);
+    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
+    if (rows.early()) tile::await_predecessors();
+    for (int i = 0; i < ahead; ++i) ask_x(map, i, i);
+    int s = 0, phase = 0;
+    for (int i = ahead; i < length; ++i) {
+      tile::mbar_wait(empty + 8 * s, phase);
+      ask_weights(i, s);
+      ask_x(map, i, s);
+      if (++s == p.stages) s = 0, phase ^= 1;
+    }
+  }
+};
+
+// Products of the warpgroup's quads with x. w, w_scales: shared addresses of the lane's part of the
+// warp's quad; x: wgmma_desc.
+template <class Math>
+__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_t w,
+                                              uint32_t w_scales, uint32_t x) {
+  using Operand = typename Math::Operand;
+  constexpr int kBatch = Math::kBatch;
+  const uint4 four = tile::load_shared16(w_scales);
+  const uint32_t scales[4] = {four.x, four.y, four.z, four.w};
+  uint4 codes{};
+  uint32_t a[2 * kBatch][4];
+  const auto batch = [&](auto b) {
+    // NOTE: while one batch is multiplied, the next is made.
+    if constexpr (b >= 2) tile::wgmma_wait<1>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = b * kBatch + i;  // of 16 of k
+      if (j % 4 == 0) codes = tile::load_shared16(w + j / 4 * 512);
+      const uint32_t word = j % 4 == 0   ? codes.x
+                            : j % 4 == 1 ? codes.y
+                            : j % 4 == 2 ? codes.z
+                                         : codes.w;
+      Operand::make(a[j % (2 * kBatch)], word,
+                    j % 2 == 0 ? Operand::template scales<0>(scales[j / 2])
+                               : Operand::template scales<1>(scales[j / 2]));
+    }
+    tile::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = b * kBatch + i;
+      Operand::multiply(d, a[j % (2 * kBatch)], x + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
+    }
+    tile::wgmma_commit();
+  };
+  batch(std::integral_constant<int, 0>{}), batch(std::integral_constant<int, 1>{});
+  if constexpr (kBatch == 2)
+    batch(std::integral_constant<int, 2>{}), batch(std::integral_constant<int, 3>{});
+  tile::wgmma_wait<0>();
+  tile::wgmma_pin(d);
+}
+
+// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
+// a row of x and eight of the weights.
+template <class Math>
+__device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
+  const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
+  const int64_t row0 = int64_t{at.rows.group} * at.p.n;
+  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
+    const int fragment = at.rank + slot * at.p.cluster;
+    const int col = fragment / (4 * Math::kGroups) * 8 + lane / 2;
+    const int n =
+        at.tile_n * Math::kGroups * kNvfp4Rows + fragment % (4 * Math::kGroups) * 16 + half * 8;
+    const int there = min(8, at.p.n - n);
+    if (col >= at.rows.count || there <= 0) continue;
+    const float* const from = reinterpret_cast<const float*>(at.sums()) +
+                              slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
+    float v[8];
+    add_parts(from, at.p.cluster, v);
+    const float* const scale =
+        at.p.scale + (at.p.scale_rows ? row0 + n : static_cast<int64_t>(at.rows.group));
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      v[i] *= __ldg(scale + (at.p.scale_rows ? min(i, there - 1) : 0)) * kNvfp4Up;
+    write_eight(at.p.out, at.rows.first + col, n, row0, there, v);
+  }
+}
+
+template <class Math>
+__global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
+    nvfp4_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Nvfp4Params p,
+                 const __grid_constant__ DecodeRows given) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = threadIdx.x % 32;
+  // Blocks of a band meet a tile one after the other: their x stays in L2.
+  const int index = static_cast<int>(tile::cluster_index()), tiles = tiles_of<Math>(p.groups);
+  const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
+  const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band), tile_n = inside / width;
+  DecodeRows rows = given;
+  if (!rows.early()) tile::await_predecessors();
+  if (!rows.begin(band * kNvfp4Band + inside - tile_n * width)) return;
+  if (rows.group < 0) {
+    const int n = tile_n * Math::kGroups * kNvfp4Rows;
+    if (tile::cluster_rank() == 0)
+      clear<Math::kThreads>(p.out, rows, n, min(p.n, n + Math::kGroups * kNvfp4Rows));
+    return;
+  }
+  const Nvfp4Place<Math> at(p, rows, tile_n, smem);
+  if (threadIdx.x == Math::kMath) tile::tma_prefetch(&map), at.start();
+  __syncthreads();
+  if (p.cluster > 1 && !at.over()) tile::cluster_arrive_relaxed();  // who has waited may send
+  tile::let_dependents_start();
+
+  if (warp >= Math::kMath / 32) {
+    if constexpr (Math::kManyRegisters) tile::registers_down<40>();
+    if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map);
+    __syncwarp();
+    if (p.cluster > 1) {
+      if (at.over()) tile::cluster_arrive();
+      tile::cluster_wait();
+    }
+    return;
+  }
+
+  if constexpr (Math::kManyRegisters) tile::registers_up<232>();
+  float d[Math::kFloats] = {};
+  int s = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (int i = 0; i < at.length; ++i) {
+    tile::mbar_wait(at.full + 8 * s, phase);
+    multiply_quad<Math>(d, at.w(s) + warp * kNvfp4Codes + lane * 16,
+                        at.w_scales(s) + warp * kNvfp4Scales + lane / 4 * 16,
+                        tile::wgmma_desc_at(at.x(s)));
+    __syncwarp();
+    if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
+    if (++s == p.stages) s = 0, phase ^= 1;
+  }
+  if (p.cluster > 1) {
+    if (at.over()) tile::cluster_arrive();
+    tile::cluster_wait();
+  } else if (at.over()) {
+    tile::named_barrier(2, Math::kMath);  // all have read their stages
+  }
+  constexpr int kWarps = Math::kMath / 32;
+  float4* const all = reinterpret_cast<float4*>(at.sums()) + at.rank * 32 + lane;
+#pragma unroll
+  for (int j = 0; j < Math::kCols / 8; ++j) {
+    const int fragment = j * kWarps + warp, turn = fragment / p.cluster;
+    const float* const v = d + 4 * j;
+    float4* const to = all + turn * p.cluster * 32;
+    if (p.cluster == 1) {
+      *to = {v[0], v[1], v[2], v[3]};
+    } else {
+      tile::send(to,
+                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                       __float_as_uint(v[3])},
+                 at.sums_bar(), fragment - turn * p.cluster);
+    }
+  }
+  if (p.cluster > 1) {
+    tile::mbar_wait_sent(at.sums_bar(), 0);
+  } else {
+    tile::named_barrier(2, Math::kMath);
+  }
+  finish_tile(at);
+}
+
+}  // namespace te_mx::sm90

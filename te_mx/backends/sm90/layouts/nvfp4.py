@@ -1,0 +1,72 @@
+"""NVFP4 weights that stand still as the tensor cores of Hopper take them, in plain torch: the bytes
+of csrc/include/te_mx/sm90_nvfp4.h."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from te_mx.formats import Format
+from te_mx.layouts.base import Layout, Parts, Shape
+
+FORMATS = "nvfp4", "nvfp4_16x16"
+ROWS, QUAD, BLOCK = 64, 128, 16
+# Of pairs 0 to 3 of a word, the place of the sign and of the lowest of the other three bits.
+_SIGN, _REST = (15, 12, 14, 13), (6, 3, 0, 9)
+
+
+def _to_bytes() -> Tensor:
+    """Bytes of E4M3, 0 to 127, as E5M3 without sign: more exponents, and none subnormal."""
+    small = [0, 104, 112, 116, 120, 122, 124, 126]
+    return torch.tensor([*small, *range(128, 247), 255], dtype=torch.uint8)
+
+
+class SM90Nvfp4(Layout):
+    """Codes [blocks of 64 x 128, 4096] and scales [blocks, 512], as registers of a product have
+    them, of whole 64 rows. Scales are positive, as all writers have them."""
+
+    name = "sm90_nvfp4"
+
+    def takes(self, fmt: Format) -> bool:
+        return fmt.name in FORMATS
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        if rows % ROWS:
+            raise ValueError(f"te_mx: layout {self.name!r} has rows of whole {ROWS}, not {rows}")
+        blocks = rows // ROWS * -(-k // QUAD)
+        return (blocks, ROWS * QUAD // 2), (blocks, ROWS * QUAD // BLOCK)
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        shapes = self.shapes(fmt, len(codes), k)
+        c = pad(fmt.unpack(codes, k), (0, -k % QUAD)).int()
+        # [n/64, quad, r, g, k/128, h, i, u, t, second]: row 16 quad + 8 r + g, k 64 h + 16 i + 8 u
+        # + 2 t + second; pair r + 2 u.
+        c = c.view(-1, 4, 2, 8, c.shape[1] // QUAD, 2, 4, 2, 4, 2)
+        c = c.permute(0, 4, 1, 5, 3, 8, 6, 7, 2, 9).flatten(-3, -2)  # [.., g, t, i, pair, second]
+        sign, rest = (torch.tensor(at, device=c.device)[:, None] for at in (_SIGN, _REST))
+        words = ((c >> 3 << sign) | ((c & 7) << rest)).sum(-2)  # their bits lie apart
+        words = words.to(torch.int16).contiguous().view(torch.uint8)  # low bytes first
+        s = _to_bytes().to(c.device)[scales.int() & 0x7F].repeat_interleave(fmt.scaling.block[0], 0)
+        s = pad(s, (0, -s.shape[1] % (QUAD // BLOCK)))
+        s = s.view(-1, 4, 2, 8, s.shape[1] // 8, 4, 2).permute(0, 4, 1, 3, 5, 6, 2)
+        return words.reshape(shapes[0]), s.reshape(shapes[1])
+
+    def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        steps = -(-k // QUAD)
+        halves = codes.contiguous().view(torch.int16).int()
+        halves = halves.view(-1, steps, 4, 2, 8, 4, 4, 1, 2)
+        sign, rest = (torch.tensor(at, device=codes.device)[:, None] for at in (_SIGN, _REST))
+        c = (halves >> sign & 1) << 3 | (halves >> rest & 7)  # [.., g, t, i, pair, second]
+        c = c.unflatten(-2, (2, 2)).permute(0, 2, 8, 4, 1, 3, 6, 7, 5, 9)
+        c = c.reshape(-1, steps * QUAD)[:, :k].to(torch.uint8)
+        back = scales.new_zeros(256)
+        back[_to_bytes().to(back.device).int()] = torch.arange(
+            128, dtype=torch.uint8, device=back.device
+        )
+        s = back[scales.int()].view(-1, steps, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 4, 5)
+        s = s.reshape(len(c), -1)[:: fmt.scaling.block[0], : -(-k // BLOCK)]
+        return fmt.pack(c), s.contiguous()
+
+
+SM90_NVFP4 = SM90Nvfp4()
