@@ -120,6 +120,7 @@ struct GemmTask : Epilogue {
   void* workspace;  // 64-byte aligned
   int64_t workspace_bytes;
   int threads;
+  bool invariant;    // the bits of a row of D depend on no other row of lhs
   int64_t together;  // bytes of results of the whole call of which this is a part, or 0
   Kernel ran;        // out, as for gemm()
 };
@@ -163,8 +164,10 @@ struct SplitScales {
         factors(round_up(rows, kRowBlock) * ceil_div(k, kWideBlock) * 4),
         all(bytes + round_up(factors, 64)) {}
 };
-// The operand with scales (and factors, if there are any) in `buffer` of SplitScales::all bytes.
-StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads);
+// The operand with scales (and factors, if there are any, or `always`) in `buffer` of
+// SplitScales::all bytes.
+StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads,
+                            bool always = false);
 // The operand with scales that were split before.
 StridedOperand with_split(const StridedOperand& operand, const void* buffer, bool factors);
 
@@ -253,5 +256,7 @@ const KernelImpl* amx_emulated_stream_impl();
 // when any block holds a wide row.
 bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads);
+// Whether it is this row; of codes.
+bool row_is_wide(const StridedOperand& operand, int64_t row);
 
 }  // namespace te_mx::cpu
