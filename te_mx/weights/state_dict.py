@@ -228,19 +228,29 @@ def save_codes(module: Any, destination: Any, prefix: str) -> None:
     if metadata is not None:
         metadata[_RECIPE] = frozen.settings._asdict()
         metadata[_FIXED] = frozen.fixed._asdict()
-    dtype = _dtype_of(frozen.settings.w)
-    code_end, end = module._saved_as or ("", _end_of(frozen.settings.w))
     for key in module._weight_keys:
-        codes, scales = module._codes(key)
-        names = module._held_by(key)
-        # Weights of several parameters are stacked: one part for each.
-        parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
-        for name, code, scale in zip(names, *parts, strict=True):
-            code = code.view(dtype)
-            if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
-                code = code.unflatten(-1, (scale.shape[-1], -1))
-            destination[prefix + name + code_end] = code
-            destination[prefix + name + end] = scale
+        destination.update(named_codes(module, prefix, key, module._codes(key), frozen.settings.w))
+
+
+def named_codes(
+    module: Any, prefix: str, key: str, made: tuple[Tensor, Tensor], fmt: str,
+    names: tuple[str, ...] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """Codes and scales of a weight in a format, as a state_dict names them; names: of one of
+    several parameters, whose codes these are."""
+    codes, scales = made
+    dtype, whole = _dtype_of(fmt), names or module._held_by(key) == (key,)
+    code_end, end = module._saved_as or ("", _end_of(fmt))
+    # Weights of several parameters are stacked: one part for each.
+    parts = ([codes], [scales]) if whole else (codes.unbind(0), scales.unbind(0))
+    named: dict[str, Tensor] = {}
+    for name, code, scale in zip(names or module._held_by(key), *parts, strict=True):
+        code = code.view(dtype)
+        if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
+            code = code.unflatten(-1, (scale.shape[-1], -1))
+        named[prefix + name + code_end] = code
+        named[prefix + name + end] = scale
+    return named
 
 
 def read_codes(
