@@ -47,6 +47,7 @@ from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.runtime import workspace
+from te_mx.weights import rollout
 
 try:
     __version__ = _version("te-mx")
@@ -60,8 +61,8 @@ __all__ = [
     "distributed", "explain", "explain_grouped", "formats", "fp8_autocast", "freeze_weights",
     "gemm", "get_default_recipe", "grouped_gemm", "grouped_linear", "grouped_wgrad", "inspect",
     "is_mxfp8_available", "make_graphed_callables", "moe", "prepack", "quantization_config",
-    "quantize", "recipe", "record_saved", "revert_model", "unfreeze_weights", "use_tuned_table",
-    "workspace",
+    "quantize", "recipe", "record_saved", "revert_model", "rollout", "unfreeze_weights",
+    "use_tuned_table", "workspace",
 ]  # fmt: skip
 
 

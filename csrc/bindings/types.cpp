@@ -70,6 +70,7 @@ void bind_types(py::module_& m) {
       .field("workspace", &Execution::workspace)
       .field("workspace_bytes", &Execution::workspace_bytes)
       .field("kernel", &Execution::kernel)
+      .field("invariant", &Execution::invariant)
       .field("parts", &Execution::parts)
       .add_to(m, "Execution");
 }

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from te_mx.context.region import current_recipe
+from te_mx.dispatch.problem import INVARIANT
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
 from te_mx.recipes.settings import Mixed
@@ -203,6 +204,12 @@ def _formats(
         raise ValueError(
             f"{name}: activations={WEIGHT_ONLY!r} needs drop_master=True: it multiplies what the "
             "codes stand for, while parameters that are kept are quantized anew when they change"
+        )
+    if fixed.weight_only and settings.precision == INVARIANT:
+        raise ValueError(
+            f"{name}: activations={WEIGHT_ONLY!r} multiplies in torch, whose sums depend on the "
+            "number of rows, which precision 'invariant' forbids; quantize inputs, or freeze with "
+            "another recipe"
         )
     return made, fixed
 

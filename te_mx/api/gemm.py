@@ -26,6 +26,7 @@ from te_mx.api.tensor import MXTensor, _make, check_copies, name_of
 from te_mx.autograd import node
 from te_mx.dispatch.calls import Product
 from te_mx.dispatch.kernels import Plan, derived
+from te_mx.dispatch.problem import INVARIANT
 from te_mx.dispatch.registry import planned
 from te_mx.dispatch.run import REFERENCE
 from te_mx.formats import Format
@@ -391,9 +392,11 @@ def gemm(
         out_dtype: float32, bfloat16 or float16.
         aux_dtype: dtype of aux; that of the result by default.
         accumulate: add to out.
-        precision: matters on Hopper GPUs, whose tensor cores know no block scales; CPUs are always
-            exact. "adaptive" aligns neighbouring scales and multiplies in FP8; "exact" multiplies
-            the exact values in bf16 at about bf16's speed. docs/numerics.md has the errors.
+        precision: "adaptive" and "exact" matter on Hopper GPUs, whose tensor cores know no block
+            scales; CPUs are always exact. "adaptive" aligns neighbouring scales and multiplies in
+            FP8; "exact" multiplies the exact values in bf16 at about bf16's speed;
+            docs/numerics.md has the errors. "invariant": a row of D has the same bits beside any
+            others (docs/invariance.md); not with grad or accumulate.
         alignment_spread: for "adaptive", 0 to 8: scales that differ by at most 2^alignment_spread
             are aligned; an element moves by at most 2^(alignment_spread - 17.8) of the largest of
             its block (E4M3).
@@ -412,6 +415,11 @@ def gemm(
 
     Gradients do not flow through this function.
     """
+    if precision == INVARIANT and (grad or accumulate):
+        raise ValueError(
+            "precision 'invariant' is about rows of forward products, got "
+            f"{'grad' if grad else 'accumulate'}=True; leave one of them away"
+        )
     call = None
     if bias is None and gelu_in is None:
         dtype = out.dtype if type(out) is Tensor and out_dtype is torch.bfloat16 else out_dtype
@@ -441,6 +449,11 @@ def gemm(
         blas.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
+    if mixed is not None and precision == INVARIANT:
+        raise ValueError(
+            "precision 'invariant' multiplies codes with codes, and got one side that torch is to "
+            "multiply; quantize both to MX formats or blockwise FP8"
+        )
     if mixed is not None:
         made = mixed_gemm.run(mixed, epilogue, out, out_dtype, aux_dtype)
     else:

@@ -491,7 +491,8 @@ def grouped_wgrad(
             rows = aligned(offs, alignment, x, "grouped_wgrad")
             lhs, rhs, groups = _quantized(rows.taken(g), rows.taken(x), rows.groups.offs, settings)
         return gemm_k(
-            lhs, rhs, groups, out=out, accumulate=accumulate, mode=mode_of(settings),
+            lhs, rhs, groups, out=out, accumulate=accumulate,
+            mode=mode_of(settings, backward=True),
             out_dtype=out_dtype or (torch.bfloat16 if sides else x.dtype),
         )  # fmt: skip
 

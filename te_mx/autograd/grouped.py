@@ -381,7 +381,7 @@ class _Layer(NamedTuple):
                 w = columns_of_weights(w, form.w.col, form.w_col_rule)
         return gemm_rows(
             g_row, w, groups, out_dtype=dtype, tag=tag_of(self.call.tag, DGRAD),
-            mode=mode_of(self.call.settings),
+            mode=mode_of(self.call.settings, backward=True),
         )  # fmt: skip
 
     def gradients(
@@ -527,7 +527,7 @@ def wgrad_of(
     x_kept: Kept, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupForms, stacked: bool
 ) -> GroupedWgrad:
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
-    mode, tag = mode_of(call.settings), tag_of(call.tag, WGRAD)
+    mode, tag = mode_of(call.settings, backward=True), tag_of(call.tag, WGRAD)
     made: list[Operand] = []
     reads: Reads = () if x_kept.spec else ((INPUT, x_kept.tensors[0]),)  # type: ignore[assignment]
 

@@ -96,9 +96,10 @@ def record(tag: int) -> None:
         LAST_RUN[tag] = high_precision.HIGH_PRECISION
 
 
-def mode_of(settings: Settings) -> Mode:
-    """How the GEMMs multiply on GPUs."""
-    return Mode(settings.precision, settings.spread, settings.split_k)
+def mode_of(settings: Settings, backward: bool = False) -> Mode:
+    """How the GEMMs multiply; those of gradients promise nothing of single rows."""
+    precision = settings.backward_precision if backward else settings.precision
+    return Mode(precision, settings.spread, settings.split_k)
 
 
 class Roles(NamedTuple):
@@ -136,20 +137,21 @@ def role_specs(device: torch.device, op: str, *fields: Any) -> str:
     settings = Settings(*fields)
     x, w, g = settings.x, settings.w, settings.g
     x_col, w_col, g_col = settings.x_columns, settings.w_columns, settings.g_columns
-    rest = settings.precision, settings.spread, op
     # What is multiplied with gradients lies as they do.
     rule, backward = settings.scale_rule, settings.gradient_rule
 
-    def row(fmt: str, other: str, rule: str, right: bool = False) -> str:
-        return forms(device, fmt, other, *rest, rule, right).row
+    precision = settings.backward_precision
 
-    def col(fmt: str, other: str, right: bool = False) -> str:
-        return forms(device, fmt, other, *rest, backward, right).col
+    def row(fmt: str, other: str, right: bool = False) -> str:
+        return forms(device, fmt, other, settings.precision, settings.spread, op, rule, right).row
+
+    def other(fmt: str, other: str, right: bool = False) -> Forms:
+        return forms(device, fmt, other, precision, settings.spread, op, backward, right)
 
     # fprop is x @ w^T, dgrad g @ w, wgrad g^T @ x.
-    inputs = row(x, w, rule), col(x_col, g_col, right=True)
-    weights = row(w, x, rule, right=True), col(w_col, g, right=True)
-    return " ".join((*inputs, *weights, row(g, w_col, backward), col(g_col, x_col)))
+    inputs = row(x, w), other(x_col, g_col, right=True).col
+    weights = row(w, x, right=True), other(w_col, g, right=True).col
+    return " ".join((*inputs, *weights, other(g, w_col).row, other(g_col, x_col).col))
 
 
 def needs_columns(settings: Settings, need_dx: bool) -> bool:
@@ -419,7 +421,15 @@ def dgrad(
     epilogue = Epilogue(
         None, gelu, gelu_in, "result" if bias_grad else None, accumulate=add_to is not None
     )
-    return gemm_2d(g_row, w, epilogue, out=add_to, out_dtype=dtype, tag=tag, mode=mode_of(settings))
+    return gemm_2d(
+        g_row,
+        w,
+        epilogue,
+        out=add_to,
+        out_dtype=dtype,
+        tag=tag,
+        mode=mode_of(settings, backward=True),
+    )
 
 
 # ------------------------------------------------------------------------------------------- wgrad
@@ -441,7 +451,7 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
         x_col = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
-            mode=mode_of(settings),
+            mode=mode_of(settings, backward=True),
         ).out  # fmt: skip
 
     return Wgrad(gemm, reads)
@@ -485,7 +495,8 @@ class KeptWeight(NamedTuple):
     def _is_as_asked(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call would ask for operands that lie so."""
         row, col = roles(device, settings).w
-        return self.row.spec == row and (self.col is None or self.col.spec == col)
+        mine = f"{self.row.format.name}@{self.row.layout.kept_of or self.row.layout.name}"
+        return mine == row and (self.col is None or self.col.spec == col)
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
@@ -554,5 +565,5 @@ def kept_weight(
         mode, given = mode_of(settings), roles(device, settings)
         row = row if narrow else kept_form(row, "rhs", mode, given.x.row)
         if col is not None:
-            col = kept_form(col, "rhs", mode, given.g.row)
+            col = kept_form(col, "rhs", mode_of(settings, backward=True), given.g.row)
     return KeptWeight(settings, row, col, Made.now(device))

@@ -212,7 +212,7 @@ def candidates_of(problem: Problem, any_bits: bool = False) -> list[Candidate]:
     assert usual is not None
     able = [
         kernel for kernel in kernels(problem.op)
-        if kernel.name not in (usual.name, REFERENCE) and kernel.accepts(problem) is None
+        if kernel.name not in (usual.name, REFERENCE) and kernel.declines(problem) is None
     ]  # fmt: skip
     found = [
         Candidate(kernel.name, how)
@@ -230,7 +230,7 @@ def keeps_bits(kernel: Kernel, problem: Problem) -> bool:
         for split_k in (False, True):
             one = problem._replace(m=m, split_k=split_k)
             usual = registry.default_of(one)
-            ignored = usual is None or kernel.accepts(one) is not None
+            ignored = usual is None or kernel.declines(one) is not None
             if not ignored and kernel.sums(one) != usual.sums(one):  # type: ignore[union-attr]
                 return False
     return True

@@ -22,7 +22,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--top-k", type=int, help="how many experts a token has, with --experts")
     p.add_argument(
-        "--precision", default="adaptive", choices=("adaptive", "exact"),
+        "--precision", default="adaptive", choices=("adaptive", "exact", "invariant"),
         help="how GPUs multiply (default: adaptive)",
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ def explain_problem(
     said = tuning(problem)
     first = "is the choice of a table" if said.kernel is not None else "comes first"
     declined = [
-        (other.name, other.accepts(problem) or f"takes it too; {chosen.name} {first}")
+        (other.name, other.declines(problem) or f"takes it too; {chosen.name} {first}")
         for other in others
         if other.name != chosen.name
     ]
@@ -63,7 +63,7 @@ def why_no_product(lhs: str, rhs: str) -> str | None:
     problem = Problem("gemm", Place("cpu"), f"{lhs}@rows", f"{rhs}@rows")
     reasons = []
     for kernel in kernels("gemm"):
-        reason = kernel.accepts(problem)
+        reason = kernel.declines(problem)
         if reason is None:
             return None
         reasons.append(f"{kernel.name} {reason}")

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from te_mx.dispatch.problem import STREAM_ROWS, Problem
+from te_mx.dispatch.problem import INVARIANT, STREAM_ROWS, Problem
 from te_mx.layouts.operand import Operand, Stack
 
 Plan = Callable[..., Any]
@@ -43,6 +43,7 @@ class Kernel:
     op, name: what it runs, and what te_mx.explain and te_mx.audit call it.
     rank: kernels of an op are asked in the order of their ranks.
     configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
+    invariant: whether the bits of a row of the product depend on that row of lhs and on rhs alone.
     multiplies: by itself; False: by the kernel that is chosen for the GEMM.
     planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`.
     """
@@ -51,12 +52,20 @@ class Kernel:
     name: str
     rank: int = 0
     configuration: str = ""
+    invariant: bool = False
     multiplies: bool = True
     planner: type | None = None
 
     def accepts(self, problem: Problem) -> str | None:
         """None, or the reason why this kernel does not run the problem: its envelope."""
         raise NotImplementedError
+
+    def declines(self, problem: Problem) -> str | None:
+        """The same, with what the precision of the problem asks of any kernel."""
+        reason = self.accepts(problem)
+        if reason is None and problem.precision == INVARIANT and not self.invariant:
+            reason = "may give a row other bits beside other rows; this asks for 'invariant'"
+        return reason
 
     def wants(self, problem: Problem) -> Wants:
         """The layouts that the operands of the problem should lie in, so that nothing is copied."""

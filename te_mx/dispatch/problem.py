@@ -13,6 +13,7 @@ FROZEN_ROWS = 64  # M up to which those of weights that stand still are asked
 GROUP_ROWS = 8  # or so many for each group
 AS_IS_ROWS = 1 << 14  # and M up to which they are asked for inputs that are not quantized
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
+INVARIANT = "invariant"  # the precision under which a row has the same bits beside any others
 
 
 def whole_vectors(k: int) -> bool:
@@ -87,7 +88,8 @@ class Problem(NamedTuple):
             rowwise and columnwise; empty where there is none.
         m, n, k: D[m, n] = lhs[m, k] @ rhs[n, k]^T. Of other ops: m rows, n columns.
         groups: of a grouped problem; 0 otherwise.
-        precision: "adaptive" or "exact": how GPUs without block-scaled tensor cores multiply.
+        precision: "adaptive" or "exact": how GPUs without block-scaled tensor cores multiply;
+            "invariant": so that a row of D depends on its row of lhs and on rhs alone.
         ends: where the ends of groups are known: "host", "device", or "" without groups.
         dtype: of what is quantized, or of the result.
         spread: the alignment spread of precision "adaptive".

@@ -139,7 +139,7 @@ def pick_problem(p: Problem) -> Kernel:
 
 def default_of(problem: Problem) -> Kernel | None:
     """The first kernel that accepts a problem, whatever tables say, or None."""
-    accepting = (one for one in kernels(problem.op) if one.accepts(problem) is None)
+    accepting = (one for one in kernels(problem.op) if one.declines(problem) is None)
     return next(accepting, None)
 
 
@@ -159,7 +159,7 @@ def default(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
     """The same without tables: the first kernel that accepts the problem."""
     declined: list[tuple[str, str]] = []
     for kernel in kernels(problem.op):
-        reason = kernel.accepts(problem)
+        reason = kernel.declines(problem)
         if reason is None:
             return kernel, declined
         declined.append((kernel.name, reason))

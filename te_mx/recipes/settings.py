@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from te_mx import formats
+from te_mx.dispatch.problem import INVARIANT
 
 _FLAGS = "wgrad_hp", "one_copy", "split_k", "keep_columns"
 
@@ -20,7 +21,7 @@ class Settings(NamedTuple):
     backward GEMMs on quantized operands, "high_precision" and "dequantized" do not; wgrad_hp runs
     wgrad alone in high precision. one_copy: dgrad starts from the rowwise codes of the weight.
     keep_columns: dgrad's operand of the weight is made in forward. precision, spread, split_k: how
-    GPUs multiply.
+    GEMMs multiply.
     """
 
     x: str
@@ -59,6 +60,11 @@ class Settings(NamedTuple):
     def g_columns(self) -> str:
         """The format of output gradients in wgrad."""
         return self.g_col or self.g
+
+    @property
+    def backward_precision(self) -> str:
+        """That of dgrad and wgrad: "invariant" is about forward."""
+        return "adaptive" if self.precision == INVARIANT else self.precision
 
     @property
     def gradient_rule(self) -> str:

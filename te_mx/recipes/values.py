@@ -12,7 +12,7 @@ from te_mx import formats
 from te_mx.recipes.settings import ByName, Settings
 from te_mx.runtime.arguments import check_default, check_flag, check_one_of, shown
 
-PRECISIONS = ("adaptive", "exact")
+PRECISIONS = ("adaptive", "exact", "invariant")
 MAX_SPREAD = 8
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns")
@@ -143,6 +143,11 @@ def check_common(recipe: Any) -> None:
     check_one_of(f"{owner}.backward_override", recipe.backward_override, BACKWARD_OVERRIDES)
     for name in FLAGS:
         check_flag(f"{owner}.{name}", getattr(recipe, name))
+    if recipe.precision == "invariant" and recipe.split_k:
+        raise ValueError(
+            f"{owner}.split_k cuts K by the number of rows, which precision 'invariant' forbids; "
+            "leave one of them away"
+        )
     if recipe.wgrad_with_hp and recipe.backward_override is not None:
         raise ValueError(
             f"{owner}.backward_override={recipe.backward_override!r} already says how wgrad runs; "

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -250,24 +250,34 @@ def save_codes(module: Any, destination: Any, prefix: str) -> None:
     if metadata is not None:
         metadata[_RECIPE] = frozen.settings._asdict()
         metadata[_FIXED] = frozen.fixed._asdict()
-    dtype = _dtype_of(frozen.settings.w)
-    code_end, end, *ends = module._saved_as or ("", _end_of(frozen.settings.w), WHOLE)
     for key in module._weight_keys:
-        held, names = module._codes(key), module._held_by(key)
-        # Weights of several parameters are stacked: one part for each.
-        parts = [[part] if names == (key,) else part.unbind(0) for part in held]
-        for name, code, scale, *whole in zip(names, *parts, strict=True):
-            code = code.view(dtype)
-            scale = scale.view(torch.float8_e4m3fn) if whole else scale
-            if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
-                code = code.unflatten(-1, (scale.shape[-1], -1))
-            destination[prefix + name + code_end] = code
-            destination[prefix + name + end] = scale
-            for whole_end, one in zip(ends, whole, strict=False):
-                read = module._saved_with.get(name + whole_end)
-                destination[prefix + name + whole_end] = _whole_as(whole_end, one, read)
+        destination.update(named_codes(module, prefix, key, module._codes(key), frozen.settings.w))
     for name, value in module._saved_with.items():
         destination.setdefault(prefix + name, value)
+
+
+def named_codes(
+    module: Any, prefix: str, key: str, made: Sequence[Tensor], fmt: str,
+    names: tuple[str, ...] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """Codes and scales of a weight in a format, and its tensor scale if it has one, as a state_dict
+    names them; names: of one of several parameters, whose codes these are."""
+    dtype, single = _dtype_of(fmt), names or module._held_by(key) == (key,)
+    code_end, end, *ends = module._saved_as or ("", _end_of(fmt), WHOLE)
+    # Weights of several parameters are stacked: one part for each.
+    parts = [[part] if single else part.unbind(0) for part in made]
+    named: dict[str, Tensor] = {}
+    for name, code, scale, *whole in zip(names or module._held_by(key), *parts, strict=True):
+        code = code.view(dtype)
+        scale = scale.view(torch.float8_e4m3fn) if whole else scale
+        if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
+            code = code.unflatten(-1, (scale.shape[-1], -1))
+        named[prefix + name + code_end] = code
+        named[prefix + name + end] = scale
+        for whole_end, one in zip(ends, whole, strict=False):
+            read = module._saved_with.get(name + whole_end)
+            named[prefix + name + whole_end] = _whole_as(whole_end, one, read)
+    return named
 
 
 def _whole_as(end: str, whole: Tensor, read: Tensor | None) -> Tensor:

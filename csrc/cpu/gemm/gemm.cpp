@@ -422,6 +422,14 @@ bool past_caches(const GemmTask& args, const void* base, DType dtype, int64_t ld
          reinterpret_cast<uintptr_t>(base) % 64 == 0 && ld * element % 64 == 0;
 }
 
+// Rows that are too wide, once more, each by itself: those beside them keep their bits.
+void run_wide_rows(const GemmTask& args, const Side& lhs, const EpilogueContext& context) {
+  for (int64_t row = 0; row < args.lhs.rows; ++row) {
+    if (lhs.wide_blocks[row / kRowBlock] == 0 || !row_is_wide(args.lhs, row)) continue;
+    wide_f64_impl()->run({row, row + 1, 0, args.rhs.rows}, nullptr, nullptr, context, nullptr);
+  }
+}
+
 Status run_gemm(GemmTask& args, const KernelImpl* impl, const GemmPlan& plan) {
   Status status = Status::ok;
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
@@ -434,7 +442,7 @@ Status run_gemm(GemmTask& args, const KernelImpl* impl, const GemmPlan& plan) {
     context.bias_grad_partial = static_cast<float*>(at(args.workspace, plan.bias_grad_partial));
   }
   if (m > 0 && n > 0 && k > 0) {
-    const Side lhs(
+    Side lhs(
         args.lhs, Role::lhs, at(args.workspace, plan.lhs_exp), at(args.workspace, plan.lhs_wide),
         plan.decodes == Decodes::lhs ? nullptr : at(args.workspace, plan.lhs_panels), args.threads);
     const Side rhs(
@@ -450,10 +458,13 @@ Status run_gemm(GemmTask& args, const KernelImpl* impl, const GemmPlan& plan) {
       context.lhs_factor = lhs_factor;
       context.rhs_factor = rhs_factor;
     }
+    const bool alone = args.invariant && lhs.wide && args.lhs.codes != nullptr;
+    if (alone) lhs.wide = false;
     if (all_wide(args, *impl, lhs, rhs)) {
       status = run_wide(args, context);
     } else {
       status = run_chunks(args, *impl, plan, lhs, rhs, context);
+      if (alone) run_wide_rows(args, lhs, context);
     }
     if (status != Status::ok) return status;
   } else {
@@ -484,11 +495,11 @@ void split_side(StridedOperand& o, GemmTask& args) {
   if (!o.blockwise()) return;
   if (o.packed != nullptr) {
     const PackedHeader& h = *header_of(o);
-    o = with_split(o, at(o.packed, h.split_offset), h.factors != 0);
+    o = with_split(o, at(o.packed, h.split_offset), h.factors != 0 || args.invariant);
     return;
   }
   const int64_t bytes = split_bytes(o);
-  o = split_scales(o, args.workspace, args.threads);
+  o = split_scales(o, args.workspace, args.threads, args.invariant);
   args.workspace = at(args.workspace, bytes);
   args.workspace_bytes -= bytes;
 }

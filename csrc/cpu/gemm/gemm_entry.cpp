@@ -14,6 +14,7 @@ GemmTask task_of(const GemmArgs& args) {
   task.workspace = args.execution.workspace;
   task.workspace_bytes = args.execution.workspace_bytes;
   task.threads = args.execution.threads;
+  task.invariant = args.execution.invariant;
   return task;
 }
 

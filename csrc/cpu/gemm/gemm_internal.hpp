@@ -143,6 +143,7 @@ struct GemmTask : Epilogue {
   void* workspace;  // 64-byte aligned
   int64_t workspace_bytes;
   int threads;
+  bool invariant;    // the bits of a row of D depend on no other row of lhs
   int64_t together;  // bytes of results of the whole call of which this is a part, or 0
   Kernel ran;        // out, as for gemm()
 };
@@ -186,8 +187,10 @@ struct SplitScales {
         factors(round_up(rows, kRowBlock) * ceil_div(k, kWideBlock) * 4),
         all(bytes + round_up(factors, 64)) {}
 };
-// The operand with scales (and factors, if there are any) in `buffer` of SplitScales::all bytes.
-StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads);
+// The operand with scales (and factors, if there are any, or `always`) in `buffer` of
+// SplitScales::all bytes.
+StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads,
+                            bool always = false);
 // The operand with scales that were split before.
 StridedOperand with_split(const StridedOperand& operand, const void* buffer, bool factors);
 
@@ -280,5 +283,7 @@ bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t
                         int threads);
 // The factors beside them, [rows up to 32]: 1 but for NVFP4.
 void row_factors(const StridedOperand& operand, float* factors);
+// Whether it is this row; of codes.
+bool row_is_wide(const StridedOperand& operand, int64_t row);
 
 }  // namespace te_mx::cpu

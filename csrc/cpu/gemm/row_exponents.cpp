@@ -132,6 +132,18 @@ void row_factors(const StridedOperand& o, float* factors) {
   }
 }
 
+bool row_is_wide(const StridedOperand& o, int64_t row) {
+  uint8_t largest, smallest;
+  const int64_t blocks = ceil_div(o.k, kBlock);
+  if (o.scale_block_stride == 1) {
+    scan_k_last(o, row, 1, blocks, &largest, &smallest);
+  } else {
+    scan_k_first(o, row, 1, blocks, &largest, &smallest);
+  }
+  const int row_byte = largest == 0 ? 127 : largest - 1;
+  return smallest < row_byte - kWideSpread && row_is_wide(o, row, blocks, row_byte);
+}
+
 bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads) {
   for (int64_t r = operand.rows; r < round_up(operand.rows, kRowBlock); ++r) exponents[r] = 0.0f;

@@ -157,10 +157,10 @@ StridedOperand with_split(const StridedOperand& operand, const void* buffer, boo
   return made;
 }
 
-StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads) {
+StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads, bool always) {
   Splitter splitter(operand, buffer);
   const int64_t scales = operand.rows * ceil_div(operand.k, kWideBlock);
-  int32_t factors = 0;
+  int32_t factors = always ? 1 : 0;
   parallel_for(scales < kInlineScales ? 1 : threads, ceil_div(operand.rows, kRowBlock),
                [&](int64_t item) {
                  if (splitter.rows(item * kRowBlock)) {

@@ -121,8 +121,9 @@ struct Execution {
   void* stream = nullptr;  // of a GPU
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
-  int32_t kernel = -1;  // a kernel or configuration of the device; -1: it chooses, where it can
-  int32_t parts = 1;    // of K, added up in order; 0 or 1: K in one piece
+  int32_t kernel = -1;     // a kernel or configuration of the device; -1: it chooses, where it can
+  int32_t parts = 1;       // of K, added up in order; 0 or 1: K in one piece
+  bool invariant = false;  // of a CPU: the bits of a row of D depend on no other row of lhs
 };
 
 constexpr bool known(Element v) { return v >= Element{} && static_cast<int32_t>(v) < kElements; }

@@ -139,7 +139,10 @@ struct TileFactors : LhsFactors<kPendingAtTurn_> {
       if (__builtin_expect(__all_sync(~0u, is_normal(f0) && is_normal(f8)), true)) {
         promote_tile<0>(sum[wave], acc, f0, f8);
       } else {
-        const CarefulFactors row0(step.row(2 * wave), col), row8(step.row(2 * wave + 1), col);
+        // NOTE: a row keeps its bits beside one that needs this.
+        CarefulFactors row0(step.row(2 * wave), col), row8(step.row(2 * wave + 1), col);
+        if (is_normal(f0)) row0.first = 1.0f, row0.second = f0;
+        if (is_normal(f8)) row8.first = 1.0f, row8.second = f8;
 #pragma unroll
         for (int i = 0; i < 64; ++i)
           sum[wave][i] = (i % 4 < 2 ? row0 : row8).add(sum[wave][i], acc[i]);

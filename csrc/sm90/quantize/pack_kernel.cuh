@@ -131,12 +131,17 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
   __syncthreads();
   const ScaleRange all = s.scales.range();
   const uint32_t exponent = all.exponent(kHeadroom<kFmt>);
-  const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : a.spread;
+  const bool alone = a.spread > kMaxSpread;
+  const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : min(a.spread, kMaxSpread);
   int cls = TileScales::early_class(all, spread);
+  if (alone && cls != kUndecided && !all.empty()) {
+    const bool near = all.high - all.low <= static_cast<uint32_t>(spread);
+    cls = near && a.spread == kOfWeight ? 0 : kUndecided;
+  }
   if (cls == kUndecided) {
-    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, spread, kHeadroom<kFmt>);
+    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, spread, kHeadroom<kFmt>, alone);
     __syncthreads();
-    cls = s.scales.late_class(all);
+    cls = alone ? 1 : s.scales.late_class(all);
   }
   if (threadIdx.x < 128) {
     write_words(s.scales, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
@@ -151,7 +156,9 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
     const uint32_t shared = cls == 0 ? exponent : shifted ? s.scales.target[r + 32 * i] : 0;
     if constexpr (kIsFp4<kFmt>) {
       const uint32_t u = shifted ? tile::kFp4Headroom + shared - (e[i] & 0xFF) : tile::kFp4Headroom;
-      fp4_to_fp8(v[i], nibbles[i][0], nibbles[i][1], tile::Fp4Table(u));
+      if (u > tile::kFp4Spread) nibbles[i][0] = nibbles[i][1] = 0;
+      fp4_to_fp8(v[i], nibbles[i][0], nibbles[i][1],
+                 tile::Fp4Table(min(u, uint32_t{tile::kFp4Spread})));
     } else if (shifted) {
       tile::CodeShift<kFmt>{static_cast<int>(shared - (e[i] & 0xFF))}.apply(v[i]);
     }

@@ -79,13 +79,15 @@ struct TileScales {
     return range.high - range.low <= static_cast<uint32_t>(spread) ? 0 : kUndecided;
   }
 
+  // alone: rows without blocks have nothing of others.
   __device__ __forceinline__ void examine(const ScaleRange& range, int r, int spread,
-                                          uint32_t headroom) {
+                                          uint32_t headroom, bool alone = false) {
     ScaleRange row;
 #pragma unroll
     for (int b = 0; b < 4; ++b) row.add(blocks[b][r]);
-    target[r] = static_cast<uint16_t>(row.empty() ? range.exponent(headroom)
-                                                  : ScaleRange::below(row.high, headroom));
+    const uint32_t none = alone ? 127u : range.exponent(headroom);
+    target[r] =
+        static_cast<uint16_t>(row.empty() ? none : ScaleRange::below(row.high, headroom));
     if (!row.empty() && row.high - row.low > static_cast<uint32_t>(spread)) atomicOr(&ragged, 1u);
   }
 

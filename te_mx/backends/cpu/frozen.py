@@ -90,7 +90,8 @@ class FewRows:
     def _gemm(self, weight: Operand, out_dtype: torch.dtype) -> Any:
         """The record of the product; None where the steps would not run on this backend's GEMM."""
         p, w = self.problem, weight.spec
-        kernel = pick("gemm", CPU, self.x_spec, w, (p.m, p.n, p.k), out_dtype)
+        sizes = p.m, p.n, p.k
+        kernel = pick("gemm", CPU, self.x_spec, w, sizes, out_dtype, p.precision)
         if not isinstance(kernel, Panel):
             return None
         return Products(
@@ -110,7 +111,7 @@ class Frozen(OneCopy):
     """Inputs in MXFP8, weights in MXFP8 or MXFP4, as they lie."""
 
     name, planner = "cpu_frozen", FewRows
-    multiplies = False
+    multiplies, invariant = False, True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem)

@@ -14,7 +14,7 @@ from te_mx.backends.cpu.envelope import MX, why_not, why_not_level
 from te_mx.backends.native import fields_of, words_of
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.problem import STREAM_ROWS, Problem
+from te_mx.dispatch.problem import INVARIANT, STREAM_ROWS, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
@@ -35,7 +35,8 @@ class Products:
         self.rhs = number, binding.ROLES["a"], p.n, p.k
         self.record = self.native.GemmArgs(
             lhs_rows=p.m, lhs_k=p.k, rhs_rows=p.n, rhs_k=p.k, out_dtype=FLOAT_DTYPES[p.dtype],
-            ldo=p.n, kernel=number, **fields_of(p.lhs, "lhs"), **fields_of(p.rhs, "rhs"),
+            ldo=p.n, kernel=number, invariant=p.precision == INVARIANT,
+            **fields_of(p.lhs, "lhs"), **fields_of(p.rhs, "rhs"),
         )  # fmt: skip
 
     def __call__(self, p: Product) -> Ran | None:
@@ -75,7 +76,7 @@ class Products:
 class Panel(Kernel):
     """Packs both operands: any shape, both layouts."""
 
-    op = "gemm"
+    op, invariant = "gemm", True
 
     def __init__(self, name: str, level: str, rank: int) -> None:
         self.name, self.level, self.rank = name, level, rank
@@ -116,7 +117,9 @@ class Panel(Kernel):
 
 class Stream(Panel):
     """For few rows of lhs and a k that is long enough; it reads rows of rhs, turned first where the
-    codes lie by k."""
+    codes lie by k. They sum in another order than panel kernels, which take any number of rows."""
+
+    invariant = False
 
     def accepts(self, problem: Problem) -> str | None:
         return super().accepts(problem) or why_not_stream(self.name, problem)

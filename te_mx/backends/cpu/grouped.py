@@ -31,7 +31,7 @@ from te_mx.dispatch.grouped_calls import (
 )
 from te_mx.dispatch.groups import Bounds, host_bounds
 from te_mx.dispatch.kernels import Kernel, Wants
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
@@ -144,7 +144,7 @@ class GroupedGemmCall:
 
     def __init__(
         self, kernels: tuple[str, str], lhs: Operand, rhs: Stack | Operand, bounds: Bounds,
-        out: Tensor, bias: Tensor | None = None, accumulate: bool = False,
+        out: Tensor, bias: Tensor | None = None, accumulate: bool = False, precision: str = "",
     ) -> None:  # fmt: skip
         many, few = (KERNEL_IDS[name] for name in kernels)
         native = binding.native()
@@ -152,6 +152,7 @@ class GroupedGemmCall:
             lhs=record_of(native, lhs), rhs=record_of(native, rhs), ldo=out.shape[-1],
             along_k=isinstance(rhs, Operand), accumulate=accumulate, kernel=many,
             few_rows_kernel=few, threads=torch.get_num_threads(),
+            invariant=precision == INVARIANT,
         )  # fmt: skip
         if isinstance(rhs, Stack):
             args.rhs_packed, args.packed_stride = _packed_for(rhs.packed, many, rhs)
@@ -231,15 +232,15 @@ class CpuQuantizeWeights(Kernel):
         return (made.get("row"), made.get("col")) if supported(status) else None
 
 
-def few_and_many() -> tuple[str, str]:
+def few_and_many(precision: str = "") -> tuple[str, str]:
     """Names of the kernels that the level in use runs groups of many and of few rows on."""
     level = binding.ISA_LEVELS[binding.isa()]
     level = "amx" if level == "amx_emulated" else level
-    return PANELS[level], f"{level}_stream"
+    return PANELS[level], PANELS[level] if precision == INVARIANT else f"{level}_stream"
 
 
 class CpuGemmRows(Kernel):
-    op, name = "gemm_rows", "cpu"
+    op, name, invariant = "gemm_rows", "cpu", True
 
     def accepts(self, problem: Problem) -> str | None:
         return _why_not(problem)
@@ -255,7 +256,10 @@ class CpuGemmRows(Kernel):
 
     def run(self, p: GroupedRows) -> str | None:
         bounds = host_bounds(*p.groups, p.lhs.rows)
-        call = GroupedGemmCall(few_and_many(), p.lhs, p.rhs, bounds, p.out, p.bias)
+        precision = p.mode.precision
+        call = GroupedGemmCall(
+            few_and_many(precision), p.lhs, p.rhs, bounds, p.out, p.bias, precision=precision
+        )
         return run_call(call)
 
 

@@ -16,7 +16,7 @@ from te_mx.backends.cpu.grouped import few_and_many, names_of
 from te_mx.backends.native import record_of
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
@@ -39,7 +39,7 @@ def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
         blocks=len(experts), routed=len(p.out), block_m=block_m, a_div=a_div,
         weights=pointer(weights), out=p.out.data_ptr(), out_dtype=FLOAT_DTYPES[p.out.dtype],
         kernel=binding.KERNEL_IDS[many], few_rows_kernel=binding.KERNEL_IDS[few],
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads(), invariant=p.mode.precision == INVARIANT,
     )  # fmt: skip
     args.bias, args.bias_dtype = typed_address(bias)
     nbytes = native.moe_workspace_bytes(args)
@@ -51,13 +51,13 @@ def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
 
 
 class CpuMoeGemm(Kernel):
-    op, name = "moe_gemm", "cpu"
+    op, name, invariant = "moe_gemm", "cpu", True
 
     def accepts(self, problem: Problem) -> str | None:
         return why_not(problem, blockwise=True) or why_not_empty(problem)
 
     def note(self, problem: Problem) -> str:
-        few = self._few_and_many()[1]
+        few = self._few_and_many(problem.precision)[1]
         return f"one parallel region for all experts, each read once; few rows on {few}"
 
     def configurations(self, problem: Problem) -> tuple[str, ...]:
@@ -68,12 +68,12 @@ class CpuMoeGemm(Kernel):
         names = (name for one in able for name in (f"{one}_stream", PANELS[one]))
         return tuple(f"{_FEW}{name}" for name in names if name != usual)
 
-    def _few_and_many(self) -> tuple[str, str]:
-        many, few = few_and_many()
+    def _few_and_many(self, precision: str) -> tuple[str, str]:
+        many, few = few_and_many(precision)
         return many, self.configuration.removeprefix(_FEW) or few
 
     def run(self, p: RoutedGemm) -> str | None:
-        ran = moe_gemm(p, self._few_and_many())
+        ran = moe_gemm(p, self._few_and_many(p.mode.precision))
         return None if ran is None else ran or self.name
 
 

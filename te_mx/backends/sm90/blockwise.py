@@ -19,7 +19,7 @@ from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
 from te_mx.backends.sm90.quantize import HopperDequantize, Quantizer
 from te_mx.dispatch import run
 from te_mx.dispatch.kernels import Kernel, Plan, Wants
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats import Format
 from te_mx.formats.scaling import split_rule
@@ -113,11 +113,14 @@ class Blockwise(Kernel):
     """FP8 tensor cores; sums of 128 products times both scales are added up in fp32. Two aligned
     operands are multiplied as those of MXFP8."""
 
-    op, name, rank = "gemm", NAME, 2
+    op, name, rank, invariant = "gemm", NAME, 2, True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
-        return reason or not_adaptive(problem) or why_not_sides(problem)
+        reason = reason or not_adaptive(problem, INVARIANT) or why_not_sides(problem)
+        if reason is None and problem.precision == INVARIANT and is_aligned(problem.lhs):
+            reason = "multiplies aligned tiles by scales of 128 rows, which 'invariant' forbids"
+        return reason
 
     def wants(self, problem: Problem) -> Wants:
         return Wants(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))

@@ -40,9 +40,9 @@ def why_not_each(
     return why_not(left, *lhs, formats=formats) or why_not(right, *rhs, formats=formats)
 
 
-def not_adaptive(problem: Problem) -> str | None:
-    """Why not, for kernels of precision "adaptive"."""
-    if problem.precision == "adaptive":
+def not_adaptive(problem: Problem, *more: str) -> str | None:
+    """Why not, for kernels of precision "adaptive", and perhaps others."""
+    if problem.precision in ("adaptive", *more):
         return None
     return f"is for precision 'adaptive', this asks for {problem.precision!r}"
 

@@ -13,18 +13,19 @@ from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.sm90 import binding, split_k, ways
 from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
-from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD, packed_values
+from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, OF_WEIGHT, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Product, Ran
 from te_mx.dispatch.kernels import Kernel, Plan, Wants
-from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.problem import INVARIANT, Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
+KEPT = f"sm90:{OF_WEIGHT}"
 _TILES, _F32 = LAYOUTS["sm90"], torch.float32
 _LARGE = 1 << 23  # elements of a result that fills the GPU without splitting k
 
@@ -71,7 +72,8 @@ class Products:
     may be others than those that a conversion gives, the product is not.
 
     parts: of K. tile: the configuration, -1 where native code chooses; full: whether it has GELU,
-    aux and bias gradients too. as_is: the kernel reads 4-bit codes where they lie.
+    aux and bias gradients too. as_is: the kernel reads 4-bit codes where they lie. spreads: how
+    both sides are aligned, where the problem does not say it.
     """
 
     __slots__ = (
@@ -81,9 +83,10 @@ class Products:
 
     def __init__(
         self, name: str, p: Problem, parts: int, tile: int = -1, full: bool = True,
-        as_is: bool = False,
+        as_is: bool = False, spreads: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         native = binding.native()
+        spreads = spreads or (p.spread, p.spread)
         self.name, self.native, self.index = name, native, p.place.index
         self.tile, self.full = tile, full
         self.gemm = native.gemm_codes if as_is else native.gemm
@@ -94,12 +97,13 @@ class Products:
             **fields_of(p.lhs, "lhs"), **fields_of(p.rhs, "rhs"),
         )  # fmt: skip
         at, packs = 0, []
-        for side, spec, rows in (("lhs", p.lhs, p.m), ("rhs", p.rhs, p.n)):
+        sides = ("lhs", p.lhs, p.m), ("rhs", p.rhs, p.n)
+        for (side, spec, rows), spread in zip(sides, spreads, strict=True):
             fp4 = is_plain_fp4(spec)
             if spec_of(spec).layout.name in binding.PLAIN_LAYOUTS and not (as_is and fp4):
                 nbytes, scales_at = native.packed_bytes(rows, p.k)
                 record = native.PackArgs(
-                    rows=rows, k=p.k, out_layout=_TILES, spread=p.spread, device=self.index,
+                    rows=rows, k=p.k, out_layout=_TILES, spread=spread, device=self.index,
                     **fields_of(spec),
                 )  # fmt: skip
                 packs.append((not fp4, _Pack(side, record, at, at + scales_at)))
@@ -235,6 +239,50 @@ class Adaptive(Kernel):
         return Products(ADAPTIVE, problem, parts, way.tile, way.full)
 
 
+class Invariant(Adaptive):
+    """FP8 tensor cores, where a row of D depends on its row of lhs and on rhs alone: scales of x
+    are aligned in each row's 128 of k, those of weights in tiles where they are near each other,
+    and k is one piece. Sums of 128 products times two powers of two are added up in fp32 from left
+    to right, whatever the blocks of D are."""
+
+    name, invariant = "sm90_invariant", True
+    spreads = BY_ROWS, OF_WEIGHT
+
+    def accepts(self, problem: Problem) -> str | None:
+        (_, lhs), (_, rhs) = map(spec_of, (problem.lhs, problem.rhs))
+        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
+        if reason is None and not (lhs.exact and (rhs.exact or rhs.name == KEPT)):
+            reason = f"takes plain operands, or weights in {KEPT}"
+        if reason is None and problem.precision != INVARIANT:
+            reason = f"is for precision 'invariant', this asks for {problem.precision!r}"
+        if reason is None and spec_of(problem.lhs).format.element.name == "e5m2":
+            reason = "aligns the rows of x in E4M3 and MXFP4, not in E5M2"
+        return reason or why_not_second(problem.rhs)
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants()
+
+    def note(self, problem: Problem) -> str:
+        return "scales are aligned in each row's 128 of k; docs/invariance.md has the error"
+
+    def configurations(self, problem: Problem) -> tuple[str, ...]:
+        return ()
+
+    def parts(self, problem: Problem) -> int:
+        return 1
+
+    def sums(self, problem: Problem) -> str:
+        return self.name
+
+    def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
+        if side == "lhs" or not operand.layout.exact:
+            return operand
+        return run.convert(operand, f"{operand.format.name}@{KEPT}")
+
+    def make_plan(self, problem: Problem) -> Plan:
+        return Products(self.name, problem, 1, spreads=self.spreads)
+
+
 class ExactProducts:
     """Products of one size: both operands are upcast in a workspace, in a pass that is bound by
     memory, and multiplied by cuBLAS without transposing."""
@@ -311,4 +359,5 @@ class Exact(Kernel):
 
 
 register(Adaptive())
+register(Invariant())
 register(Exact())

@@ -41,7 +41,7 @@ from te_mx.backends.sm90.layouts.factors import (
 )
 from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows
 from te_mx.dispatch.kernels import Kernel, Wants
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Stack
@@ -89,11 +89,11 @@ def _factors_of(stack: Stack) -> Stack:
 class BlockwiseGemmRows(Kernel):
     """Tokens packed by groups; weights packed, or plain ones whose scales are reordered first."""
 
-    op, name, rank = "gemm_rows", NAME, 2
+    op, name, rank, invariant = "gemm_rows", NAME, 2, True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not_each(problem, (ROWS,), (LAYOUT, ALIGNED, "rows", "cols"), FORMATS)
-        return reason or not_adaptive(problem) or why_not_sides(problem)
+        return reason or not_adaptive(problem, INVARIANT) or why_not_sides(problem)
 
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.tuned.table import DEFAULT, STEPS
 from te_mx.dispatch.tuned.tables import lookup
 
@@ -23,7 +23,7 @@ class Tuning(NamedTuple):
 
 def follow(problem: Problem, kernels: Sequence[Kernel]) -> Tuning:
     """What the tables say of a problem that these kernels are asked for."""
-    found = lookup(problem)
+    found = lookup(problem) if problem.precision != INVARIANT else None
     if found is None:
         return Tuning(None, "not tuned: default")
     row, name = found

@@ -36,7 +36,7 @@ def values_of(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def test_every_shifted_code_is_the_number_itself():
     table = sm90_tiles.shift_table("mxfp4")
-    assert table.shape == (15, 256)
+    assert not table[15:].any()
     for d in range(15):
         for code, number in enumerate(NUMBERS):
             found = table[d, [code, code | 8]].view(torch.float8_e4m3fn).double()

@@ -167,4 +167,26 @@ def test_shapes_and_spread_are_checked():
     with pytest.raises(ValueError, match="scales must have shape"):
         layout.pack(codes, scales[:, :1], "e4m3")
     with pytest.raises(ValueError, match="spread"):
-        layout.pack(codes, scales, "e4m3", 9)
+        layout.pack(codes, scales, "e4m3", 11)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("kind", ["plain", "rows", "spread", "far", "holes"])
+def test_rows_alone_are_aligned_whatever_is_beside_them(fmt, kind):
+    codes, scales = operand(300, 200, kind, "e4m3")
+    codes = codes & 15 if fmt == "mxfp4" else codes
+    whole = layout.pack(codes, scales, fmt, layout.BY_ROWS)
+    assert set(layout.classes(whole).flatten().tolist()) <= {0, 1}
+    values = layout.packed_values(whole, 200, fmt)
+    for rows in (slice(0, 1), slice(130, 200), slice(299, 300)):
+        part = layout.pack(codes[rows], scales[rows], fmt, layout.BY_ROWS)
+        assert torch.equal(layout.packed_values(part, 200, fmt), values[rows])
+    # Nothing moves further than its bound from what the codes stand for.
+    scale = torch.exp2(scales.double() - 127).repeat_interleave(32, 1)[:, :200]
+    exact = layout.code_values(fmt).double()[codes.long()] * scale
+    held = torch.where(exact != 0, scale, 0)
+    most = torch.nn.functional.pad(held, (0, 56)).unflatten(1, (2, 128)).amax(2)
+    most *= 6 * 2.0**-15 if fmt == "mxfp4" else 2.0**-10
+    assert bool(((values - exact).abs() <= most.repeat_interleave(128, 1)[:, :200]).all())
+    tiles = layout.classes(layout.pack(codes, scales, fmt, layout.OF_WEIGHT))
+    assert set(tiles.flatten().tolist()) <= {0, 1}

@@ -39,9 +39,9 @@ __device__ __forceinline__ void transpose_bytes(uint32_t& a, uint32_t& b, uint32
   c = __byte_perm(ab1, cd1, 0x5410), d = __byte_perm(ab1, cd1, 0x7632);
 }
 
-// 2^-d as fp16 bits, d in [0, 14].
+// 2^-d as fp16 bits, 0 beyond fp16's range.
 __device__ __forceinline__ uint32_t half_exp2_neg(int d) {
-  return static_cast<uint32_t>(15 - d) << 10;
+  return d < 15 ? static_cast<uint32_t>(15 - d) << 10 : d < 25 ? 0x0200u >> (d - 15) : 0u;
 }
 
 // fp16 2^-d for two blocks. `factors` has what they were multiplied by (bf16 2^(127 - e), or NaN)
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t fp8x4_specials(uint32_t codes) {
   return __vcmpgeu4(codes & 0x7F7F7F7Fu, kFp8Special<kFmt> * kEveryByte);
 }
 
-// Divides words of four codes by 2^d, d <= 8, rounding to nearest even once; zeros, NaN and
+// Divides words of four codes by 2^d (e5m2: d <= 8), rounding to nearest even once; zeros, NaN and
 // infinities stay. Codes that stay normal lose d in their exponent fields; a group of words with
 // another code goes through fp16.
 template <Fp8 kFmt>
@@ -96,7 +96,7 @@ struct CodeShift {
       const uint32_t magnitude = codes[i] & (0x7F * kEveryByte);
       good &= (magnitude + least) & ~(magnitude + (128 - kSpecial) * kEveryByte);
     }
-    if (good == 0x80 * kEveryByte) {
+    if (good == 0x80 * kEveryByte && d < 15) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) codes[i] -= step;
     } else {

@@ -1,0 +1,236 @@
+"""te_mx.rollout: weights from a trainer to the engine that generates, as the codes that the
+trainer's next forward would quantize. docs/invariance.md."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx import formats
+from te_mx._ops import Operand, Stack, quantize_2d
+from te_mx._ops.settled import held_as, settled
+from te_mx.autograd.linear_recipe import at_rest
+from te_mx.context.region import current_recipe
+from te_mx.recipe import Settings, resolve_recipe
+from te_mx.runtime.arguments import check_module, shown
+from te_mx.weights.freezing import Freezable
+from te_mx.weights.ranks import is_spread
+from te_mx.weights.state_dict import named_codes
+
+__all__ = ["digest", "load_", "snapshot"]
+
+_CHUNK = 1 << 22  # numbers of 8 bytes that a digest looks at together
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@torch.no_grad()
+def snapshot(model: nn.Module, *, recipe: Any = None) -> dict[str, Tensor]:
+    """What a model frozen with drop_master=True would save, of a model that trains.
+
+    Weights of te_mx modules become codes and scales, byte for byte what their next forward
+    quantizes: 0.52 of bf16's bytes in 8 bits, 0.27 in 4. Everything else is as in
+    ``model.state_dict()``. A weight that fully_shard or tensor parallelism sharded evenly is
+    quantized where it lies and its codes are gathered; other DTensors are gathered first. Every
+    rank must call it, and gets the whole.
+
+    Args:
+        model: plain, sharded by fully_shard or tensor parallel.
+        recipe: names the formats; None means what `convert_model` bound to a layer, else the active
+            recipe, or the default one.
+
+    Returns:
+        Tensors by the names of a state_dict; ``load_state_dict`` of a te_mx model takes it too.
+
+    Raises:
+        TypeError, ValueError: there is no te_mx module, or a weight cannot be quantized so.
+    """
+    ambient = current_recipe() if recipe is None else resolve_recipe(recipe)
+    modules = _modules(model)
+    made: Any = OrderedDict()
+    codes: dict[str, Tensor] = {}
+    for name, module in modules:
+        if module._source.dropped:
+            continue  # its state_dict has codes
+        settings = module._chosen(ambient, name)
+        if settings is None:
+            continue
+        if not isinstance(settings, Settings):
+            raise ValueError(f"{name}: its weights have different recipes; pass recipe=")
+        for key in module._weight_keys:
+            codes |= _codes_of(module, f"{name}.{key}" if name else key, key, settings)
+    for name, value in model.state_dict().items():
+        made[name] = codes.pop(name) if name in codes else _whole(value)
+    made |= codes
+    return made
+
+
+def _modules(model: nn.Module) -> list[tuple[str, Any]]:
+    check_module(model)
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, Freezable)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no te_mx module; call te_mx.convert_model")
+    return found
+
+
+def _whole(value: Any) -> Any:
+    if is_spread(value):
+        value = value.full_tensor()
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _codes_of(module: Any, full: str, key: str, settings: Settings) -> dict[str, Tensor]:
+    """Entries of one weight."""
+    names = module._held_by(key)
+    weights = [module._parameters.get(name) for name in names]
+    prefix = full.removesuffix(key)
+    if not any(map(is_spread, weights)):
+        row = module._plain_codes(key, settings)
+        return named_codes(module, prefix, key, (row.codes, row.scales), settings.w)
+    made: dict[str, Tensor] = {}
+    for name, weight in zip(names, weights, strict=True):
+        if not is_spread(weight) or module._master_shape(key)[-2:] != weight.shape[-2:]:
+            raise ValueError(
+                f"{full}: a DTensor {tuple(weight.shape)} that lies [in, out], or in part"
+            )
+        parts = _gathered(weight, settings)
+        named = named_codes(module, prefix, key, parts, settings.w, names=(name,))
+        made |= named
+    return made
+
+
+def _gathered(weight: Any, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a DTensor, on every rank."""
+    if not _cuts_between_blocks(weight, formats.get(settings.w)):
+        return _quantized(weight.full_tensor().detach(), settings)
+    parts = _quantized(weight.to_local().detach(), settings)
+    mesh, places = weight.device_mesh, weight.placements
+    codes, scales = (
+        type(weight).from_local(one, mesh, places, run_check=False).full_tensor() for one in parts
+    )
+    return codes, scales
+
+
+def _cuts_between_blocks(weight: Any, fmt: formats.Format) -> bool:
+    rows, k = fmt.scaling.block
+    units = [1] * (weight.dim() - 2) + [rows, k]
+    cut = set[int]()
+    for place, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
+        if place.is_replicate():
+            continue
+        dim = place.dim if type(place).__name__ == "Shard" else -1
+        if dim < 0 or dim in cut or weight.shape[dim] % (ranks * units[dim]):
+            return False
+        cut.add(dim)
+    return True
+
+
+def _quantized(weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Rowwise codes and scales of a matrix, or of several."""
+    if weight.dim() > 2:
+        each = [_quantized(one, settings) for one in weight]
+        return torch.stack([one[0] for one in each]), torch.stack([one[1] for one in each])
+    row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
+    assert row is not None
+    return row.codes, row.scales
+
+
+@torch.no_grad()
+def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Put a snapshot into a frozen model, where its weights lie: CUDA graphs of the model run on
+    the new ones, and nothing lies twice but one weight at a time.
+
+    Args:
+        model: frozen by te_mx.freeze_weights(model, drop_master=True, ..), with the formats of the
+            snapshot.
+        given: what `snapshot` returned, on any device.
+
+    Raises:
+        TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ;
+            nothing is changed then.
+        RuntimeError: more codes of a weight must lie aside of its tiles than there is room for; use
+            load_state_dict, and capture graphs again.
+    """
+    held = model.state_dict(keep_vars=True)
+    if missing := sorted(held.keys() ^ given.keys()):
+        side = "the snapshot has not" if missing[0] in held else "the model has not"
+        raise ValueError(f"rollout.load_: {missing[0]} is an entry that {side}, of {len(missing)}")
+    for name, value in held.items():
+        new = given[name]
+        if isinstance(value, Tensor) and (new.shape != value.shape or new.dtype != value.dtype):
+            raise ValueError(
+                f"rollout.load_: {name} is {shown(value)}, the snapshot has {shown(new)}"
+            )
+    modules, taken = _modules(model), set[str]()
+    for name, module in modules:
+        if module._source.standing and not module._source.dropped:
+            raise ValueError(
+                f"rollout.load_: {name} keeps masters, which would make other codes at the next "
+                "forward; freeze with drop_master=True"
+            )
+    for name, module in modules:
+        if module._source.dropped:
+            prefix = f"{name}." if name else ""
+            for key in module._weight_keys:
+                taken |= _replace(module, prefix, key, given)
+    for name, value in held.items():
+        if name not in taken and isinstance(value, Tensor):
+            value.copy_(given[name])
+
+
+def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) -> set[str]:
+    """Overwrite the buffers of one weight; the names that it took."""
+    codes, scales, *_ = module._codes(key)
+    source = module._source
+    mine = named_codes(module, prefix, key, (codes, scales), source.settings.w)
+    names = list(mine)
+    device = codes.device
+    parts = []
+    for old, every in ((codes, names[::2]), (scales, names[1::2])):
+        each = [given[one].to(device).view(old.dtype) for one in every]
+        parts.append((each[0] if len(each) == 1 else torch.stack(each)).reshape(old.shape))
+    row: Operand | Stack = held_as(parts, at_rest(source.settings.w), source.shapes[key])
+    made, stored = settled(row), module._stored(key)
+    for old, new in zip(stored, (made.codes, made.scales, made.packed), strict=False):
+        assert new is not None
+        new = new.view(old.dtype)
+        if old.dim() == 2 and new.shape[-1] < old.shape[-1] and old.dtype == torch.int64:
+            new = torch.cat([new, new[:, -1:].expand(-1, old.shape[-1] - new.shape[-1])], 1)
+        if new.shape != old.shape:
+            raise RuntimeError(
+                f"rollout.load_: {prefix}{key} needs room for {new.shape[-1]} codes aside of its "
+                f"tiles and has {old.shape[-1]}; use load_state_dict and capture graphs again"
+            )
+        old.copy_(new)
+    return set(names)
+
+
+@torch.no_grad()
+def digest(model: nn.Module | Mapping[str, Tensor], *, recipe: Any = None) -> str:
+    """Sixteen bytes, in hex, of a snapshot, a frozen model, or the snapshot of a model that trains
+    (`recipe` as of `snapshot`): equal where names, shapes, dtypes and all bytes are. Sums of
+    integers on the device of each tensor, so it costs one read."""
+    if isinstance(model, nn.Module):
+        model = snapshot(model, recipe=recipe)
+    made = hashlib.sha256()
+    for name, value in sorted(model.items()):
+        if isinstance(value, Tensor):
+            made.update(f"{name} {value.dtype} {tuple(value.shape)} {_sum(value)}".encode())
+    return made.hexdigest()[:32]
+
+
+def _sum(value: Tensor) -> int:
+    """A sum over 8 bytes at a time, each times a number of its place, modulo 2^64."""
+    flat = value.contiguous().view(-1).view(torch.uint8)
+    flat = nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+    total = 0
+    for first in range(0, len(flat), _CHUNK):
+        part = flat[first : first + _CHUNK]
+        places = torch.arange(first + 1, first + 1 + len(part), device=part.device) * _ODD
+        mixed = (part ^ (part >> 29) ^ places) * (places | 1)
+        total += int((mixed ^ (mixed >> 32)).sum())
+    return total % (1 << 64)
