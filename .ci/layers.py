@@ -11,6 +11,7 @@ PACKAGE = Path("te_mx")
 # Top to bottom; a folder imports itself and those below it.
 ORDER = (
     "commands",
+    "conformance",
     "moe",
     "pytorch",
     "common",
