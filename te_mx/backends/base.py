@@ -6,6 +6,7 @@ older torch releases never meet a float8 kernel.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,8 +15,20 @@ from torch import Tensor
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.problem import Problem
 
+# A backend that TE_MX_BACKEND names runs what it can in place of the native ones.
+forced = os.environ.get("TE_MX_BACKEND", "")
 _K = TypeVar("_K")
 _V = TypeVar("_V")
+
+
+def why_forced() -> str | None:
+    """Why nothing native runs, where TE_MX_BACKEND names another backend.
+
+    Raises ValueError for a name that no backend has.
+    """
+    if forced not in ("", "triton"):
+        raise ValueError(f'TE_MX_BACKEND must be "triton" or not set, got {forced!r}')
+    return f"TE_MX_BACKEND={forced} asks for another backend" if forced else None
 
 
 class Words(dict[_K, _V]):

@@ -1,1 +1,1 @@
-"""The commands of `python -m te_mx`: tune and doctor."""
+"""The commands of `python -m te_mx`: tune, doctor, explain, conformance."""

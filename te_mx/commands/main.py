@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import te_mx
-from te_mx.commands import doctor, explain, tune
+from te_mx.commands import conformance, doctor, explain, tune
 
 WRONG_USE = 2
 UNREAD = 141  # what a shell reports of a program that SIGPIPE ended
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"te_mx {te_mx.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (tune, doctor, explain):
+    for module in (tune, doctor, explain, conformance):
         words = " ".join((module.__doc__ or "").split())
         name = module.__name__.rpartition(".")[2]
         one = commands.add_parser(name, help=words, description=words)

@@ -82,9 +82,9 @@ def scale_factors(amax: Tensor, element: Element, rule: str) -> Tensor:
     """fp32 factors that blocks are multiplied by, from the bits (int32) of their largest
     magnitudes, which are finite."""
     name, epsilon = split_rule(rule)
-    amax = amax.clamp(min=_bits(epsilon))
-    tiny = amax < _bits(element.max / LARGEST_FACTOR)
-    divisor = torch.where(tiny, _bits(1.0), amax).view(torch.float32)
+    amax = amax.clamp(min=bits_of(epsilon))
+    tiny = amax < bits_of(element.max / LARGEST_FACTOR)
+    divisor = torch.where(tiny, bits_of(1.0), amax).view(torch.float32)
     # A number divided by a tensor would be a product with its rounded reciprocal.
     factors = torch.full_like(divisor, element.max) / divisor
     if name == "pow2":
@@ -93,7 +93,7 @@ def scale_factors(amax: Tensor, element: Element, rule: str) -> Tensor:
     return torch.where(amax == 0, 1.0, factors)
 
 
-def _bits(value: float) -> int:
+def bits_of(value: float) -> int:
     """The bits of a number, rounded to fp32, whether or not the thread flushes denormals."""
     if 0.0 <= value < 2.0**-126:
         return round(value * 2.0**149)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.backends import base
 from te_mx.backends.base import BLOCK_ROWS
 from te_mx.backends.native import record_of
 from te_mx.dispatch.registry import forget
@@ -80,13 +81,13 @@ def native() -> Any:
 def missing_reason() -> str | None:
     """Why there is no native backend; None when there is one."""
     native()
-    return _reason
+    return base.why_forced() or _reason
 
 
 def isa() -> int:
     """The instruction-set level in use, an index into ISA_LEVELS; -1 without the native module."""
     module = _native or native()
-    return -1 if module is None else module.isa_current()
+    return -1 if module is None or base.forced else module.isa_current()
 
 
 def set_isa(level: str) -> None:

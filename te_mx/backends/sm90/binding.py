@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES
+from te_mx.backends.base import FLOAT_DTYPES, why_forced
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import streams
@@ -51,7 +51,7 @@ def problem(index: int) -> str | None:
     """Why the native kernels do not run on CUDA device `index`; None when they do."""
     if index not in _problems:
         _problems[index] = _find_problem(index)
-    return _problems[index]
+    return why_forced() or _problems[index]
 
 
 def _find_problem(index: int) -> str | None:

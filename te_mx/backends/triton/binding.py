@@ -1,0 +1,74 @@
+"""Whether Triton's kernels run at a place, and what all of them need to know."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from te_mx.backends.native import BLOCKWISE, unknown
+from te_mx.dispatch.problem import MOST, Problem
+from te_mx.formats.element import Element
+
+NAME, RANK = "triton", 500
+MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
+RULES = ("rceil", "floor", "even", "fp32", "pow2")
+LAYOUTS = ("rows", "cols")
+# Interpreted kernels run on CPU tensors, for tests.
+INTERPRETED = "TRITON_INTERPRET"
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why there is no Triton; None where it can be imported."""
+    found = importlib.util.find_spec("triton") is not None
+    return None if found else "needs Triton, which is not installed: pip install triton"
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels, so that they run on CPU tensors."""
+    return os.environ.get(INTERPRETED, "0") not in ("", "0")
+
+
+def why_not(problem: Problem, formats: tuple[str, ...] = MX + BLOCKWISE) -> str | None:
+    """Why no kernel of this backend runs the problem; None when one may."""
+    device = problem.place.device
+    if device != ("cpu" if is_interpreted() else "cuda"):
+        return f"runs on GPUs, the operands are on {device}"
+    reason = missing() or unknown(problem, LAYOUTS, formats, RULES)
+    if reason is None and problem.empty:
+        reason = "takes matrices that are not empty"
+    if reason is None and max(problem.m, problem.n, problem.k) > MOST:
+        reason = f"counts sizes up to {MOST}"
+    return reason
+
+
+def kernels(module: str) -> Any:
+    """A module of te_mx.backends.triton.kernels, imported at the first call."""
+    return importlib.import_module(f"te_mx.backends.triton.kernels.{module}")
+
+
+def element_of(element: Element) -> dict[str, int]:
+    """What `encode` asks of an element."""
+    return {
+        "BITS": element.bits, "MANTISSA_BITS": element.mantissa_bits,
+        "MAX_BITS": element.max_bits, "MIN_BITS": element.min_bits,
+        "NAN_CODE": element.nan_code or 0,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def casts(index: int) -> bool:
+    """Whether a GPU rounds to FP8 itself, saturating."""
+    if is_interpreted() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

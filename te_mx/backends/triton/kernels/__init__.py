@@ -1,0 +1,1 @@
+"""The kernels in Triton's language, one idea a file; importing these modules imports Triton."""

@@ -1,0 +1,65 @@
+"""Elements and scale bytes in Triton: the integer arithmetic of te_mx.formats, bit for bit, in the
+interpreter too, whose own casts to FP8 are wrong."""
+
+import triton
+import triton.language as tl
+
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INF = tl.constexpr(0x7F800000)
+MANTISSA = tl.constexpr(0x7FFFFF)
+NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bits(values):
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bits_of(values):
+    """The bits of values as fp32; of bf16 without a cast, which the interpreter gets wrong below
+    2^-126."""
+    if values.dtype == tl.bfloat16:
+        return values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return as_bits(values.to(tl.float32))
+
+
+@triton.jit
+def encode(
+    bits, power, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
+    MIN_BITS: tl.constexpr, ZERO_SIGN: tl.constexpr,
+):
+    """Element.encode: codes (int32) of x * 2^power, x by its bits."""
+    DROP: tl.constexpr = 23 - MANTISSA_BITS
+    magnitude = bits & MAGNITUDE
+    subnormal = tl.maximum(as_bits(magnitude.to(tl.float32)) - (149 << 23), -(100 << 23))
+    q = tl.where(magnitude < (1 << 23), subnormal, magnitude) + (power << 23)
+    q = tl.minimum(tl.maximum(q, 0), MAX_BITS)
+    binade = tl.maximum(q & INF, MIN_BITS)
+    one = binade + (DROP << 23)
+    code = as_bits(as_float(q) + as_float(one)) - one + ((binade - MIN_BITS) >> DROP)
+    sign = (bits >> (32 - BITS)) & (1 << (BITS - 1))
+    if not ZERO_SIGN:
+        sign = tl.where(code > 0, sign, 0)
+    return code | sign
+
+
+@triton.jit
+def scale_byte(amax, EMAX: tl.constexpr, UP_FROM: tl.constexpr, LEAST: tl.constexpr):
+    """formats.scaling.scale_bytes: of the bits of the largest magnitude. LEAST: up to which q is
+    2^-127 under rceil; -1 for other rules."""
+    byte = tl.maximum((amax >> 23) - EMAX + ((amax & MANTISSA) >= UP_FROM).to(tl.int32), 0)
+    byte = tl.where(amax <= LEAST, 0, byte)
+    return tl.where(amax >= INF, 255, byte)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """fp32 2^exponent, for -127 to 127."""
+    bits = tl.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
+    return as_float(bits)

@@ -1,0 +1,216 @@
+"""The quantizers in Triton: a tile is read once and written in both directions."""
+
+import triton
+import triton.language as tl
+
+from te_mx.backends.triton.kernels.encode import (
+    INF,
+    MAGNITUDE,
+    as_bits,
+    as_float,
+    bits_of,
+    encode,
+    power_of_two,
+    scale_byte,
+)
+
+
+@triton.jit
+def _codes(
+    bits, scales, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
+    MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
+):
+    """Codes of x with E8M0 bytes that broadcast to it."""
+    if HARDWARE:
+        # x * 2^(127 - byte) is exact wherever a code is not 0 for it; the cast saturates.
+        factor = as_float(tl.where(scales == 255, 0x7FC00000, as_bits(power_of_two(127 - scales))))
+        kind: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
+        return (as_float(bits) * factor).to(kind).to(tl.uint8, bitcast=True)
+    codes = encode(bits, 127 - scales, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, True)
+    return tl.where(scales == 255, NAN_CODE, codes).to(tl.uint8)
+
+
+@triton.jit
+def _store(
+    to, codes, first_row, first, rows, k, ROWS: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr
+):
+    """Codes [ROWS, K] of a tile to [rows, k], two a byte where they are packed."""
+    if PACKED:
+        low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
+        codes = low | (high << 4)
+        r, c = first_row + tl.arange(0, ROWS), first // 2 + tl.arange(0, K // 2)
+        width = (k + 1) // 2
+    else:
+        r, c = first_row + tl.arange(0, ROWS), first + tl.arange(0, K)
+        width = k
+    at = r.to(tl.int64)[:, None] * width + c[None, :]
+    tl.store(to + at, codes, mask=(r < rows)[:, None] & (c < width)[None, :])
+
+
+@triton.jit
+def quantize_mx(
+    x, row_codes, row_scales, col_codes, col_scales, rows, cols, stride, BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr, MIN_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr, EMAX: tl.constexpr, UP_FROM: tl.constexpr, LEAST: tl.constexpr,
+    HARDWARE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):
+    """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
+
+    TURNED: columns are stored [cols, rows], else as x lies, one code a byte.
+    """
+    first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
+    r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
+    there = (r < rows)[:, None] & (c < cols)[None, :]
+    values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
+    bits = bits_of(values)
+    packed: tl.constexpr = BITS == 4
+    if ROW:
+        blocks = tl.reshape(bits, (R, C // 32, 32))
+        scales = scale_byte(tl.max(blocks & MAGNITUDE, 2), EMAX, UP_FROM, LEAST)
+        codes = _codes(
+            blocks, scales[:, :, None], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE
+        )
+        _store(row_codes, tl.reshape(codes, (R, C)), first_row, first_col, rows, cols, R, C, packed)
+        b, count = first_col // 32 + tl.arange(0, C // 32), (cols + 31) // 32
+        at = r.to(tl.int64)[:, None] * count + b[None, :]
+        mask = (r < rows)[:, None] & (b < count)[None, :]
+        tl.store(row_scales + at, scales.to(tl.uint8), mask=mask)
+    if COL:
+        blocks = tl.reshape(bits, (R // 32, 32, C))
+        scales = scale_byte(tl.max(blocks & MAGNITUDE, 1), EMAX, UP_FROM, LEAST)
+        codes = _codes(
+            blocks, scales[:, None, :], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE
+        )
+        codes = tl.reshape(codes, (R, C))
+        b, count = first_row // 32 + tl.arange(0, R // 32), (rows + 31) // 32
+        mask = (b < count)[:, None] & (c < cols)[None, :]
+        if TURNED:
+            _store(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, packed)
+            at = c.to(tl.int64)[None, :] * count + b[:, None]
+        else:
+            _store(col_codes, codes, first_row, first_col, rows, cols, R, C, False)
+            at = b.to(tl.int64)[:, None] * cols + c[None, :]
+        tl.store(col_scales + at, scales.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _blockwise(
+    bits, amax, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
+    MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, ZERO_SIGN: tl.constexpr, EPSILON: tl.constexpr,
+    TINY: tl.constexpr, POW2: tl.constexpr,
+):
+    """Codes of x and fp32 scales of its blocks, by amax (bits), which broadcasts to x."""
+    finite = amax < INF
+    amax = tl.maximum(tl.where(finite, amax, 0), EPSILON)
+    tiny = amax < TINY
+    top = as_float(amax * 0 + MAX_BITS)
+    factor = tl.div_rn(top, as_float(tl.where(tiny, 0x3F800000, amax)))
+    if POW2:
+        factor = as_float(as_bits(factor) & INF)
+    factor = as_float(tl.where(tiny, 253 << 23, as_bits(factor)))
+    factor = as_float(tl.where(amax == 0, 0x3F800000, as_bits(factor)))
+    product = as_bits(as_float(bits) * factor)
+    codes = encode(product, 0, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, ZERO_SIGN)
+    codes = tl.where(finite, codes, NAN_CODE).to(tl.uint8)
+    scale = tl.div_rn(as_float(amax * 0 + 0x3F800000), factor)
+    return codes, as_float(tl.where(finite, as_bits(scale), 0x7FC00000))
+
+
+@triton.jit
+def quantize_blockwise(
+    x, row_codes, row_scales, col_codes, col_scales, rows, cols, stride, BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr, MIN_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr, ZERO_SIGN: tl.constexpr, EPSILON: tl.constexpr, TINY: tl.constexpr,
+    POW2: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
+    SQUARE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):
+    """Blockwise FP8: codes and fp32 scales, blocks of 1 x 128, or of 128 x 128 (R = C = 128)."""
+    first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
+    r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
+    there = (r < rows)[:, None] & (c < cols)[None, :]
+    values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
+    bits = bits_of(values)
+    across, down = (cols + 127) // 128, (rows + 127) // 128
+    if ROW:
+        amax = tl.max(bits & MAGNITUDE, 1)
+        if SQUARE:
+            amax = tl.max(amax, 0)
+            amax = amax + tl.zeros((R,), tl.int32)
+        codes, scales = _blockwise(
+            bits, amax[:, None], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN,
+            EPSILON, TINY, POW2,
+        )
+        _store(row_codes, codes, first_row, first_col, rows, cols, R, C, False)
+        height: tl.constexpr = 128 if SQUARE else 1
+        at = (r // height).to(tl.int64) * across + first_col // 128
+        mask = (r < rows) & (r % height == 0)
+        tl.store(row_scales + at[:, None], scales, mask=mask[:, None])
+    if COL:
+        amax = tl.max(bits & MAGNITUDE, 0)
+        if SQUARE:
+            amax = tl.max(amax, 0)
+            amax = amax + tl.zeros((C,), tl.int32)
+        codes, scales = _blockwise(
+            bits, amax[None, :], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN,
+            EPSILON, TINY, POW2,
+        )
+        if TURNED:
+            _store(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, False)
+        else:
+            _store(col_codes, codes, first_row, first_col, rows, cols, R, C, False)
+        width: tl.constexpr = 128 if SQUARE else 1
+        wide = (cols + width - 1) // width
+        if TURNED:
+            at = (c // width).to(tl.int64) * down + first_row // 128
+        else:
+            at = first_row // 128 * wide + (c // width).to(tl.int64)
+        mask = (c < cols) & (c % width == 0)
+        tl.store(col_scales + at[None, :], scales, mask=mask[None, :])
+
+
+@triton.jit
+def dequantize(
+    codes, scales, out, rows, k, code_stride, width, BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, HAS_INF: tl.constexpr,
+    ZERO_SIGN: tl.constexpr, E8M0: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    K_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):
+    """Values [rows, k] of codes in layout "rows", or "cols" (K_FIRST), rounded once."""
+    r = tl.program_id(1) * R + tl.arange(0, R)
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    there = (r < rows)[:, None] & (c < k)[None, :]
+    r64 = r.to(tl.int64)[:, None]
+    if K_FIRST:
+        code = tl.load(codes + c.to(tl.int64)[None, :] * code_stride + r64, mask=there, other=0)
+        at = (c // BLOCK).to(tl.int64)[None, :] * width + r64 // HEIGHT
+    elif BITS == 4:
+        code = tl.load(codes + r64 * code_stride + c[None, :] // 2, mask=there, other=0)
+        code = (code >> ((c % 2) * 4)[None, :].to(tl.uint8)) & 15
+        at = r64 // HEIGHT * width + c[None, :] // BLOCK
+    else:
+        code = tl.load(codes + r64 * code_stride + c[None, :], mask=there, other=0)
+        at = r64 // HEIGHT * width + c[None, :] // BLOCK
+    code = code.to(tl.int32)
+    sign_bit: tl.constexpr = 1 << (BITS - 1)
+    magnitude = code & (sign_bit - 1)
+    normal = as_float((magnitude << (23 - MANTISSA_BITS)) + ((127 - BIAS) << 23))
+    step: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA_BITS)
+    value = tl.where(magnitude < (1 << MANTISSA_BITS), magnitude.to(tl.float32) * step, normal)
+    bits = as_bits(value)
+    if HAS_INF:
+        bits = tl.where(magnitude > MAX_CODE, 0x7F800000, bits)
+    if sign_bit - 1 > MAX_CODE:
+        bits = tl.where(magnitude > MAX_CODE + HAS_INF, 0x7FC00000, bits)
+    bits = tl.where(code >= sign_bit, bits | (1 << 31), bits)
+    if not ZERO_SIGN:
+        bits = tl.where(code == sign_bit, 0x7FC00000, bits)
+    scale = tl.load(scales + at, mask=there, other=0)
+    if E8M0:
+        exponent = scale.to(tl.int32) - 127
+        half = exponent >> 1
+        value = as_float(bits) * power_of_two(half) * power_of_two(exponent - half)
+        value = as_float(tl.where(scale == 255, 0x7FC00000, as_bits(value)))
+    else:
+        value = as_float(bits) * scale
+    tl.store(out + r64 * k + c[None, :], value.to(out.dtype.element_ty), mask=there)

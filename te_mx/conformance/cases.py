@@ -1,0 +1,256 @@
+"""The cases of the conformance set: what is quantized to what, how bytes become a digest, and what
+products may be off by."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx import formats
+from te_mx.api.gemm import gemm, quantize
+from te_mx.conformance import inputs
+from te_mx.formats import Format, blockwise
+from te_mx.formats import mxfp4_checkpoints as checkpoints
+from te_mx.formats.nvfp4 import TensorScaledFormat
+from te_mx.formats.stochastic import random_bits
+from te_mx.layouts.plain import COLS
+
+_FILE = Path(__file__).parent / "digests.json"
+SEED = 0x0123456789ABCDEF  # of stochastic rounding
+_SIGNS = "0x1234abcd"
+_MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4")
+_WHOLE = "tensor scale"
+_PARTS = "code", "scale", _WHOLE
+_ROWS, _COLS = "rows", "columns"
+
+
+class Case(NamedTuple):
+    """One format, by one rule, in one direction, of inputs in one dtype."""
+
+    fmt: str
+    rule: str
+    direction: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return " ".join(self)
+
+
+class Result(NamedTuple):
+    """What a case gave: inputs whose digests differ, and how their bytes do from the specification
+    in plain torch; None where these are the same, and so the set is not of this version."""
+
+    case: str
+    wrong: dict[str, Difference | None]
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """All cases of quantizers."""
+    ways = [(fmt, rule) for fmt in _MX for rule in ("rceil", "floor", "even", "rceil+sr")]
+    ways += [(f"mxfp4+rht{size}:{_SIGNS}", "rceil") for size in (16, 32)]
+    blocks = [name for name in formats.names() if formats.get(name).scaling.scale == "fp32"]
+    ways += [(name, rule) for name in blocks for rule in ("pow2", "fp32", "fp32:1e-12")]
+    ways += [
+        (name, rule) for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rows")
+        for rule in formats.get(name).scaling.rules
+    ]  # fmt: skip
+    found = itertools.product(ways, (_ROWS, _COLS), inputs.DTYPES)
+    every = (Case(*way, direction, dtype) for way, direction, dtype in found)
+    return tuple(one for one in every if one[0] != "nvfp4_rows" or one.direction == _ROWS)
+
+
+@functools.cache
+def expected() -> dict[str, dict[str, str]]:
+    """The digests that the package holds, by case and input."""
+    found: dict[str, dict[str, str]] = json.loads(_FILE.read_text())
+    return found
+
+
+def digest(*parts: Tensor) -> str:
+    """The first 12 hex digits of SHA-256 of the bytes of parts behind each other, row by row; NaN
+    of fp32 has the bytes 00 00 C0 7F."""
+    made = hashlib.sha256()
+    for part in parts:
+        held = part.detach().cpu().contiguous()
+        if held.dtype == torch.float32:
+            held = torch.where(held.isnan(), torch.nan, held)
+        made.update(ctypes.string_at(held.data_ptr(), held.nbytes))
+    return made.hexdigest()[:12]
+
+
+# ----------------------------------------------------------------------------------------- quantize
+def specified(case: Case, name: str) -> tuple[Tensor, ...]:
+    """Codes [rows, code bytes], scales and, if there is one, the tensor scale, in plain torch; of
+    columns those of the transposed matrix."""
+    fmt, x = formats.get(case.fmt), inputs.make(name, case.dtype)
+    random = None
+    if case.rule.endswith("+sr"):
+        random = random_bits(torch.tensor([SEED]), *x.shape)
+    if case.direction == _COLS:
+        x, random = x.t(), None if random is None else random.t()
+    if isinstance(fmt, TensorScaledFormat):
+        return fmt.quantize_tensor(x, case.rule)
+    return fmt.quantize(x, case.rule, random)
+
+
+def made(case: Case, name: str, device: torch.device) -> tuple[Tensor, ...]:
+    """The same by te_mx.quantize, on whatever kernel it runs; columns lie as the matrix does."""
+    fmt, x = formats.get(case.fmt), inputs.make(name, case.dtype).to(device)
+    rule = case.rule.removesuffix("+sr")
+    random, both = rule != case.rule, case.fmt != "nvfp4_rows"
+    q = quantize(
+        x, case.fmt, columnwise=both, columnwise_transposed=False if both else None,
+        scale_rule=rule, rounding="stochastic" if random else "nearest",
+        seed=SEED if random else None,
+    )  # fmt: skip
+    if case.direction == _COLS:
+        codes, scales = q.columnwise_data, q.columnwise_scale
+        assert codes is not None and scales is not None
+        parts = codes.view(torch.uint8), scales.view(fmt.scaling.storage)
+        parts = COLS.unpack(fmt, *parts, x.shape[0])
+    else:
+        assert q.codes is not None and q.scales is not None
+        parts = q.codes, q.scales
+    return parts if q.tensor_scale is None else (*parts, q.tensor_scale)
+
+
+class Difference(NamedTuple):
+    """How two results differ: percent of block scales and of codes, whether the scale of the tensor
+    does, and the first difference."""
+
+    scales: float
+    codes: float
+    whole: bool
+    first: str
+
+    def __str__(self) -> str:
+        whole = " t" if self.whole else ""
+        return f"{self.scales:.3g} / {self.codes:.3g}{whole}"
+
+
+def difference(
+    fmt: Format, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]
+) -> Difference | None:
+    """Of two results; None where they are the same."""
+    shares, first = dict.fromkeys(_PARTS, 0.0), ""
+    for name, mine, other in zip(_PARTS, ours, theirs, strict=False):
+        mine, other = mine.cpu(), other.cpu()
+        if mine.shape != other.shape:
+            shapes = tuple(other.shape), tuple(mine.shape)
+            return Difference(100.0, 100.0, True, f"{name}s of {shapes[0]}, not {shapes[1]}")
+        if name == "code" and fmt.element.bits < 8:
+            k = mine.shape[1] * 8 // fmt.element.bits
+            mine, other = fmt.unpack(mine, k), fmt.unpack(other, k)
+        apart = (mine != other) & ~((mine != mine) & (other != other))
+        if count := int(apart.sum()):
+            at = apart.nonzero()[0].tolist()
+            values = other[tuple(at)].item(), mine[tuple(at)].item()
+            shares[name] = 100 * count / apart.numel()
+            first = first or f"{name}{at or ''} is {values[0]:.9g}, not {values[1]:.9g}"
+    return Difference(shares["scale"], shares["code"], shares[_WHOLE] > 0, first) if first else None
+
+
+def check(case: Case, device: torch.device) -> Result:
+    """Whether te_mx makes the bytes of the set on a device."""
+    wrong = {}
+    for name in inputs.INPUTS:
+        parts = made(case, name, device)
+        if digest(*parts) != expected()[str(case)][name]:
+            wrong[name] = difference(formats.get(case.fmt), specified(case, name), parts)
+    return Result(str(case), wrong)
+
+
+# ------------------------------------------------------------------------------------------ layouts
+def of_layouts() -> Iterator[tuple[str, str]]:
+    """(name, digest) of the bytes that other libraries' layouts have of the input "ties" in bf16:
+    MXFP4 as compressed-tensors, gpt-oss, DeepGEMM and ggml store it, torchao's blockwise FP8, and
+    blockwise FP8 without negative zero. And of what all codes and scales decode to."""
+    x = inputs.make("ties", "bf16")
+    k = x.shape[1]
+    mxfp4 = formats.get("mxfp4").quantize(x, "even")
+    yield "mxfp4 of compressed-tensors", digest(*checkpoints.to_compressed_tensors(*mxfp4, k))
+    yield "mxfp4 of gpt-oss", digest(*checkpoints.to_gpt_oss(*mxfp4, k))
+    codes, words = checkpoints.to_deep_gemm(*mxfp4, k)
+    yield "mxfp4 of DeepGEMM", digest(codes, words.t())
+    yield "mxfp4 of ggml", digest(checkpoints.to_ggml(*mxfp4, k))
+    for name in (
+        "act_quant_lhs", "act_quant_rhs", "act_quant_transposed_lhs", "weight_quant_rhs",
+        "weight_quant_transposed_rhs",
+    ):  # fmt: skip
+        for dtype in blockwise.DTYPES:
+            codes, scales = getattr(blockwise, name)(x, 128, dtype)
+            yield f"{name} of torchao, {str(dtype)[6:]}", digest(codes.view(torch.uint8), scales)
+    given = formats.get("fp8_e4m3_128x128").quantize(x, "fp32")
+    fnuz = formats.convert(*given, "fp8_e4m3_128x128", "fp8_e4m3fnuz_128x128")
+    yield "DeepSeek's e4m3 128x128 as fnuz", digest(*fnuz)
+    for name in (*_MX, "nvfp4"):
+        fmt = formats.get(name)
+        every = torch.arange(1 << fmt.element.bits, dtype=torch.uint8)
+        every = fmt.pack(every.repeat(-(-fmt.block // len(every)))[None])
+        k = every.shape[1] * 8 // fmt.element.bits
+        scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, fmt.blocks(k))
+        values = fmt.dequantize(every.repeat(256, 1), scales, k, torch.float32)
+        yield f"values of {name}", digest(values)
+
+
+# ----------------------------------------------------------------------------------------- products
+_PAIRS = (
+    ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp8_e5m2", "mxfp8_e4m3"),
+    ("mxfp4", "mxfp4"), ("mxfp8_e4m3", "mxfp4"), ("nvfp4", "nvfp4"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_1x128"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+)  # fmt: skip
+_SIZES = ((1, 64, 256), (97, 130, 300), (256, 256, 512))  # m, n, k
+# What shifted codes and FP8 tensor cores may add: of k times the largest of both rows.
+_OF_THE_LARGEST = {"cpu": 0.0, "cuda": 2.0**-9}
+
+
+class Off(NamedTuple):
+    """A product, the kernel that made it and its largest error, of what it may be."""
+
+    name: str
+    kernel: str
+    error: float
+
+    @property
+    def right(self) -> bool:
+        """Whether it is inside of its bound, NaN being outside."""
+        return self.error <= 1.0
+
+
+def products(device: torch.device) -> Iterator[Off]:
+    """Every pair of formats and every layout, within |d - exact| <= 4 (k + 2) 2^-24 sum |a b| +
+    2^-150; on GPUs k 2^-9 max|a| max|b| of both rows more: sums of FP8 tensor cores may have 13
+    bits."""
+    from te_mx.api.explain import explain
+
+    for (a, b), (m, n, k) in itertools.product(_PAIRS, _SIZES):
+        left, right = (_matrix(seed, size, k) for seed, size in ((7, m), (8, n)))
+        q, w = (quantize(x.to(device), fmt) for x, fmt in ((left, a), (right, b)))
+        exact, bound = _bound(q.dequantize(torch.float64), w.dequantize(torch.float64), device)
+        got = gemm(A=w, B=q, out_dtype=torch.float32).out.double()
+        error = ((got - exact).abs() / bound).max().item()
+        yield Off(f"{a} x {b} {m}x{n}x{k}", explain(w, q).kernel, error)
+
+
+def _matrix(seed: int, rows: int, k: int) -> Tensor:
+    """Numbers with rows and blocks of several sizes."""
+    w, block = inputs.words(seed, rows, k), inputs.words(seed + 8, rows, -(-k // 32))
+    power = block.repeat_interleave(32, 1)[:, :k] % 7 - 12
+    return torch.ldexp((w % 511 - 255).float(), power.int())
+
+
+def _bound(a: Tensor, b: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    k = a.shape[1]
+    bound = 4 * (k + 2) * 2.0**-24 * (a.abs() @ b.abs().t()) + 2.0**-150
+    largest = a.abs().amax(1, keepdim=True) * b.abs().amax(1)
+    return a @ b.t(), bound + k * _OF_THE_LARGEST[device.type] * largest

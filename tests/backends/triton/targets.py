@@ -1,0 +1,126 @@
+"""Every Triton kernel compiled for every target, with no GPU, and the instruction that multiplies
+looked for in what comes out. usage: python tests/backends/triton/targets.py [write]
+
+`write` puts the table into docs/devices.md. What was compiled is kept in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from te_mx import formats
+from te_mx.backends.triton import quantize as quantizers
+from te_mx.backends.triton.kernels import gemm, quantize
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32), "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
+}  # fmt: skip
+PAIRS = ("mxfp8 x mxfp8", "mxfp8 x mxfp4", "mxfp4 x mxfp4", "blockwise")
+_PRODUCTS = re.compile(r"tcgen05\.mma\S*|wgmma\.mma_async\S*|mma\.sync\S*|v_mfma_\w+|v_wmma_\w+")
+_BLOCK_SCALED = re.compile(r"block_scale|mfma_scale|mxf8f6f4|mxf4")
+_POINTER = {"x": "*bf16", "out": "*bf16", "row_scales": "*u8", "col_scales": "*u8"}
+_FLAGS = ("BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE")
+
+
+class Made(NamedTuple):
+    """What a target makes of a kernel: the instructions that multiply, or why it does not."""
+
+    kernel: str
+    target: str
+    products: tuple[str, ...]
+    error: str = ""
+
+    @property
+    def how(self) -> str:
+        if self.error:
+            return "does not compile"
+        if any(_BLOCK_SCALED.search(one) for one in self.products):
+            return "compiled, not run"
+        fp8 = any(re.search(r"e4m3|fp8", one) for one in self.products)
+        return "FP8 inside, compiled, not run" if fp8 else "bf16 inside, compiled, not run"
+
+
+def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: GPUTarget) -> Any:
+    """Code of a kernel: pointers and constants by name, all other arguments are int32."""
+    names = fn.arg_names
+    of = {n: "constexpr" if n in words else pointers.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if of[n] != "constexpr"}
+    constants = {(names.index(n),): value for n, value in words.items() if n in names}
+    unit = {(names.index(n),): 1 for n in ("a_k", "b_k", "as_k", "bs_k") if n in names}
+    for at in unit:
+        of[names[at[0]]] = "constexpr"
+        aligned.pop(at, None)
+    options = {key: words[key] for key in ("num_warps", "num_stages") if key in words}
+    return triton.compile(
+        ASTSource(fn, of, constants | unit, aligned), target=target, options=options
+    )
+
+
+def products_of(pair: str, target: str) -> Made:
+    """The GEMM of two formats."""
+    e8m0 = pair != "blockwise"
+    scales = "*u8" if e8m0 else "*fp32"
+    pointers = dict.fromkeys(("a", "b"), "*u8") | dict.fromkeys(("a_scales", "b_scales"), scales)
+    pointers |= dict.fromkeys(("out", "bias", "aux", "gelu_in"), "*bf16")
+    kind = TARGETS[target]
+    words: dict[str, Any] = dict.fromkeys(_FLAGS, False) | {"BIAS": True, "GROUP": 8}
+    words |= {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2}
+    if e8m0:
+        names = [{"mxfp8": "e4m3", "mxfp4": "e2m1"}[one] for one in pair.split(" x ")]
+        words |= {"A": names[0], "B": names[1], "A_HEIGHT": 1, "B_HEIGHT": 1}
+    else:
+        tl = gemm.tl
+        element = tl.float8e4b8 if target == "gfx942" else tl.float8e4nv
+        words |= {"A": element, "B": element, "A_HEIGHT": 1, "B_HEIGHT": 128}
+    return _made(pair, target, gemm.gemm_mx if e8m0 else gemm.gemm_blockwise, words, pointers, kind)
+
+
+def quantizer_of(fmt: str, rule: str, target: str) -> Made:
+    """The quantizer of a format, both directions, and the way back."""
+    one, kind = formats.get(fmt), TARGETS[target]
+    words = quantizers.of_rule(one, rule) | {"ROW": True, "COL": True, "TURNED": True}
+    words |= {"R": 128, "C": 128} if one.scaling.scale == "fp32" else {"R": 64, "C": 128}
+    family = quantize.quantize_blockwise if one.scaling.scale == "fp32" else quantize.quantize_mx
+    casts = kind.backend == "cuda" and kind.arch >= 89 and one.element.bits == 8
+    if one.scaling.scale == "e8m0":
+        words["HARDWARE"] = casts
+    scales = "*u8" if one.scaling.scale == "e8m0" else "*fp32"
+    pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8"}
+    pointers |= {"row_scales": scales, "col_scales": scales}
+    return _made(f"quantize {fmt}", target, family, words, pointers, kind)
+
+
+def _made(
+    name: str, target: str, fn: Any, words: dict[str, Any], pointers: dict[str, str],
+    kind: GPUTarget,
+) -> Made:  # fmt: skip
+    try:
+        found = compiled(fn, words, pointers, kind)
+    except Exception as error:  # a compiler may fail in any way: the table says so
+        return Made(name, target, (), f"{type(error).__name__}: {str(error)[:200]}")
+    text = found.asm["ptx" if kind.backend == "cuda" else "amdgcn"]
+    return Made(name, target, tuple(sorted(set(_PRODUCTS.findall(text)))))
+
+
+def everything() -> Iterator[Made]:
+    for target in TARGETS:
+        for pair in PAIRS:
+            yield products_of(pair, target)
+        for fmt, rule in (
+            ("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("fp8_e4m3_1x128", "pow2"),
+        ):  # fmt: skip
+            yield quantizer_of(fmt, rule, target)
+
+
+if __name__ == "__main__":
+    for made in everything():
+        print(made.kernel, made.target, made.how, *made.products, made.error)
