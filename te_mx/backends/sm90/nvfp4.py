@@ -3,6 +3,8 @@ which are exact in 16 bits, from the one copy of 0.5625 bytes a weight; and its 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -33,7 +35,7 @@ class _Sized:
         self.native, self.index, self.sizes = binding.native(), p.place.index, (m, n, k)
         self.record = self.native.Nvfp4Args(m=m, n=n, k=k, device=self.index)
 
-    def of(self, weight: Operand | Stack) -> tuple[object, Tensor]:
+    def of(self, weight: Operand | Stack) -> tuple[Any, Tensor]:
         """The record of a call on a weight, and the scale that must live until it is enqueued."""
         whole = weight.tensor_scale
         assert whole is not None
