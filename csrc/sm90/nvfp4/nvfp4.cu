@@ -89,12 +89,12 @@ Status run(const Nvfp4Args& a) {
 template <bool kHalf>
 Status run(const Nvfp4Args& a) {
   const int64_t m = a.groups.count <= 1 ? a.m : 2 * ((a.m + a.groups.count - 1) / a.groups.count);
-  if (m <= 8 || a.m <= 8) return run<Nvfp4Math<8, 2, 2, kHalf>>(a);
-  if (m <= 16) return run<Nvfp4Math<16, 2, 2, kHalf>>(a);
-  if (m <= 32) return run<Nvfp4Math<32, 2, 2, kHalf>>(a);
+  if (m <= 8 || a.m <= 8) return run<Nvfp4Math<8, 2, 1, 2, kHalf>>(a);
+  if (m <= 16) return run<Nvfp4Math<16, 2, 1, 2, kHalf>>(a);
+  if (m <= 32) return run<Nvfp4Math<32, 2, 1, 2, kHalf>>(a);
   const bool thin = a.n <= 2560 && m <= 128;
-  if (m <= 64 || thin) return run<Nvfp4Math<64, 2, 2, kHalf>>(a);
-  return m <= 256 ? run<Nvfp4Math<128, 2, 1, kHalf>>(a) : run<Nvfp4Math<256, 2, 1, kHalf>>(a);
+  if (m <= 64 || thin) return run<Nvfp4Math<64, 2, 1, 2, kHalf>>(a);
+  return m <= 256 ? run<Nvfp4Math<128, 2, 1, 1, kHalf>>(a) : run<Nvfp4Math<256, 2, 1, 1, kHalf>>(a);
 }
 
 }  // namespace

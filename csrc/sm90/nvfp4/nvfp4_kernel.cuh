@@ -41,32 +41,35 @@ struct Nvfp4Room {
 };
 
 // kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
-template <int kColumns, int kTileGroups, int kCtasOfSm, bool kIsHalf>
+template <int kColumns, int kTileGroups, int kSlices, int kCtasOfSm, bool kIsHalf>
 struct Nvfp4Math {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf;
-  static constexpr int kCols = kColumns, kGroups = kTileGroups, kCtas = kCtasOfSm;
+  static constexpr int kCols = kColumns, kGroups = kTileGroups, kParts = kSlices;
+  static constexpr int kCtas = kCtasOfSm;
   static constexpr int kFloats = kCols / 2;
-  static constexpr int kBatch = kCols > 64 ? 2 : 4;  // operands that are made together
-  // NOTE: a whole warpgroup that asks gives its registers away.
   static constexpr bool kManyRegisters = kCols > 128;
-  static constexpr int kMath = 128 * kGroups, kThreads = kMath + (kManyRegisters ? 128 : 32);
+  static constexpr int kWarps = 4 * kGroups, kMath = 32 * kWarps * kParts,
+                       kThreads = kMath + (kManyRegisters ? 128 : 32);
+  // Operands that are made together: registers are few where an SM has many threads.
+  static constexpr int kBatch = kCols > 64 || kMath* kCtas > 576 ? 2 : 4;
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
   static constexpr int kFragments = kCols / 8 * kGroups * 4;
   // Never more CTAs on an SM: those of one product would gather on some, of the next on others.
   static constexpr int kSmem = (kCtas == 1 ? 226 : 112) * 1024;
   static constexpr int kLeastSmem = (kCtas == 1 ? 114 : 76) * 1024;
   static constexpr int sums_bytes(int cluster) {
-    return (kFragments + cluster - 1) / cluster * cluster * 512;
+    return (kFragments + cluster - 1) / cluster * cluster * kParts * 512;
   }
   // Of a part of so many quads. Sums lie behind the stages, or in their place where there would be
   // too few of these.
   static constexpr Nvfp4Room room(int cluster, int quads) {
     const int stage = kX + kW, sums = sums_bytes(cluster), space = kSmem - 1024;
+    // NOTE: a stage is that of one part: who has not seen all phases of a barrier cannot wait
+    // there.
     const auto stages = [&](int bytes) {
-      const int fit = bytes / stage;
-      return fit < quads ? (fit < kNvfp4MostStages ? fit : kNvfp4MostStages)
-                         : (quads < kNvfp4MostStages ? quads : kNvfp4MostStages);
+      const int fit = bytes / stage, most = fit < kNvfp4MostStages ? fit : kNvfp4MostStages;
+      return quads <= most ? quads : most - most % kParts;
     };
     const int apart = stages(space - sums), over = stages(space);
     if (cluster > 1 && (apart >= 4 || apart == over))
@@ -115,11 +118,12 @@ struct Nvfp4Place {
   __device__ __forceinline__ void start() const {
     for (int i = 0; i < p.stages; ++i) {
       tile::mbar_init(bars + i, 1);
-      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kMath / 32);
+      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kWarps);
     }
     tile::mbar_init(sums_bar(), 1);
     tile::mbar_init_fence();
-    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
+    if (p.cluster > 1)
+      tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * Math::kParts * 512);
   }
   // Asks for quad i of the CTA, to stage s, by one thread.
   __device__ __forceinline__ void ask_weights(int i, int s) const {
@@ -204,6 +208,7 @@ template <class Math>
 __device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
   const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
   const int64_t row0 = int64_t{at.rows.group} * at.p.n;
+  const int parts = at.p.cluster * Math::kParts;
   for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
     const int fragment = at.rank + slot * at.p.cluster;
     const int col = fragment / (4 * Math::kGroups) * 8 + lane / 2;
@@ -211,10 +216,10 @@ __device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
         at.tile_n * Math::kGroups * kNvfp4Rows + fragment % (4 * Math::kGroups) * 16 + half * 8;
     const int there = min(8, at.p.n - n);
     if (col >= at.rows.count || there <= 0) continue;
-    const float* const from = reinterpret_cast<const float*>(at.sums()) +
-                              slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
+    const float* const from = reinterpret_cast<const float*>(at.sums()) + slot * parts * 128 +
+                              lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
-    add_parts(from, at.p.cluster, v);
+    add_parts(from, parts, v);
     const float* const scale =
         at.p.scale + (at.p.scale_rows ? row0 + n : static_cast<int64_t>(at.rows.group));
 #pragma unroll
@@ -264,17 +269,19 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
 
   if constexpr (Math::kManyRegisters) tile::registers_up<232>();
   float d[Math::kFloats] = {};
-  int s = 0;
-  uint32_t phase = 0;
+  // Warpgroups of a tile have one quad, those of its next part the next.
+  const int part = warp / Math::kWarps, own = warp - part * Math::kWarps;
+  int s = part, phase = 0;
 #pragma unroll 1
-  for (int i = 0; i < at.length; ++i) {
+  for (int i = part; i < at.length; i += Math::kParts) {
+    while (s >= p.stages) s -= p.stages, phase ^= 1;
     tile::mbar_wait(at.full + 8 * s, phase);
-    multiply_quad<Math>(d, at.w(s) + warp * kNvfp4Codes + lane * 16,
-                        at.w_scales(s) + warp * kNvfp4Scales + lane / 4 * 16,
+    multiply_quad<Math>(d, at.w(s) + own * kNvfp4Codes + lane * 16,
+                        at.w_scales(s) + own * kNvfp4Scales + lane / 4 * 16,
                         tile::wgmma_desc_at(at.x(s)));
     __syncwarp();
     if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
-    if (++s == p.stages) s = 0, phase ^= 1;
+    s += Math::kParts;
   }
   if (p.cluster > 1) {
     if (at.over()) tile::cluster_arrive();
@@ -282,13 +289,14 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
   } else if (at.over()) {
     tile::named_barrier(2, Math::kMath);  // all have read their stages
   }
-  constexpr int kWarps = Math::kMath / 32;
-  float4* const all = reinterpret_cast<float4*>(at.sums()) + at.rank * 32 + lane;
+  const int parts = p.cluster * Math::kParts;
+  float4* const all =
+      reinterpret_cast<float4*>(at.sums()) + (at.rank * Math::kParts + part) * 32 + lane;
 #pragma unroll
   for (int j = 0; j < Math::kCols / 8; ++j) {
-    const int fragment = j * kWarps + warp, turn = fragment / p.cluster;
+    const int fragment = j * Math::kWarps + own, turn = fragment / p.cluster;
     const float* const v = d + 4 * j;
-    float4* const to = all + turn * p.cluster * 32;
+    float4* const to = all + turn * parts * 32;
     if (p.cluster == 1) {
       *to = {v[0], v[1], v[2], v[3]};
     } else {
