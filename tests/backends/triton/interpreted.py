@@ -38,7 +38,7 @@ def triton_of(op: str) -> Kernel:
 def some(name, dtype):
     step, first = SPARE[name]
     x = inputs.make(name, dtype)[first::step]
-    return x[:, -161:].contiguous()
+    return x[:, -161 if name == "spread" else -128 :].contiguous()
 
 
 def test_bytes():
@@ -46,7 +46,7 @@ def test_bytes():
     formats += ("fp8_e4m3fnuz_1x128", "fp8_e5m2fnuz_128x128")
     for fmt, dtype, name in itertools.product(formats, inputs.DTYPES, inputs.INPUTS):
         x = some(name, dtype)
-        for i, rule in enumerate((*get(fmt).scaling.rules, *get(fmt).scaling.rules)):
+        for i, rule in enumerate((*get(fmt).scaling.rules, get(fmt).scaling.rules[0])):
             turned = "rows" if i % 2 or get(fmt).element.bits == 4 else "cols"
             what = Quantize(x, f"{fmt}@rows", f"{fmt}@{turned}", rule, True)
             made, expected = (
