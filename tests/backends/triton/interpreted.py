@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(sys.prefix, "aside", "triton")))
+sys.path.append(str(Path(sys.prefix, "aside_triton")))
 
 import te_mx
 from te_mx.backends.triton import gemm as _gemm  # noqa: F401  (kernels are registered)

@@ -11,7 +11,7 @@ import pytest
 from fresh import python, run_file
 
 HERE = Path(__file__).parent
-ASIDE = Path(sys.prefix, "aside", "triton")
+ASIDE = Path(sys.prefix, "aside_triton")
 _found = importlib.util.find_spec("triton") is not None or (ASIDE / "triton").is_dir()
 TRITON = pytest.mark.skipif(not _found, reason="Triton is not installed")
 
