@@ -80,6 +80,7 @@ $(VENV)/.ready: constraints.txt
 	@$(PIP) install $$(cat $(VENV)/.index) -c $(VENV)/constraints.txt $(PACKAGES)
 	@$(PIP) uninstall --yes $(ASIDE)  # where an earlier setup put it
 	@rm -rf $(VENV)/aside && $(PIP) install --no-deps --target $(VENV)/aside -c constraints.txt $(ASIDE)
+	@$(PIP) install --no-deps --target $(VENV)/aside_triton -c constraints.txt triton  # its interpreter and compilers
 	@touch $@
 
 # Newer than the modules where they were built with another TE_MX_CUDA.

@@ -30,6 +30,16 @@ def bits_of(values):
 
 
 @triton.jit
+def rounded(value, TO: tl.constexpr):
+    """fp32 to nearest even in a dtype; bf16 by integers, as the interpreter cuts it off."""
+    if tl.bfloat16 == TO:
+        bits = as_bits(value)
+        bits = tl.where((bits & MAGNITUDE) > INF, NAN, bits + 0x7FFF + ((bits >> 16) & 1))
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return value.to(TO)
+
+
+@triton.jit
 def encode(
     bits, power, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
     MIN_BITS: tl.constexpr, ZERO_SIGN: tl.constexpr,

@@ -6,6 +6,8 @@ D[m, n] = epilogue(A[m, k] @ B[n, k]^T), fp32 sums. Tails of k are zeros.
 import triton
 import triton.language as tl
 
+from te_mx.backends.triton.kernels.encode import rounded
+
 
 @triton.jit
 def _gelu(x, ERF: tl.constexpr):
@@ -35,7 +37,7 @@ def finish(
     if BIAS:
         value += tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
     if AUX:
-        tl.store(aux + at, value.to(aux.dtype.element_ty), mask=there)
+        tl.store(aux + at, rounded(value, aux.dtype.element_ty), mask=there)
     if DGELU:
         before = tl.load(gelu_in + at, mask=there, other=0.0).to(tl.float32)
         value *= _gelu_derivative(before, ERF)
@@ -43,7 +45,7 @@ def finish(
         value = _gelu(value, ERF)
     if ACCUMULATE:
         value += tl.load(out + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=there)
+    tl.store(out + at, rounded(value, out.dtype.element_ty), mask=there)
 
 
 @triton.jit

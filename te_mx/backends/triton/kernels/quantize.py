@@ -11,6 +11,7 @@ from te_mx.backends.triton.kernels.encode import (
     bits_of,
     encode,
     power_of_two,
+    rounded,
     scale_byte,
 )
 
@@ -202,7 +203,7 @@ def dequantize(
         bits = tl.where(magnitude > MAX_CODE, 0x7F800000, bits)
     if sign_bit - 1 > MAX_CODE:
         bits = tl.where(magnitude > MAX_CODE + HAS_INF, 0x7FC00000, bits)
-    bits = tl.where(code >= sign_bit, bits | (1 << 31), bits)
+    bits = tl.where(code >= sign_bit, bits | -0x80000000, bits)
     if not ZERO_SIGN:
         bits = tl.where(code == sign_bit, 0x7FC00000, bits)
     scale = tl.load(scales + at, mask=there, other=0)
@@ -213,4 +214,4 @@ def dequantize(
         value = as_float(tl.where(scale == 255, 0x7FC00000, as_bits(value)))
     else:
         value = as_float(bits) * scale
-    tl.store(out + r64 * k + c[None, :], value.to(out.dtype.element_ty), mask=there)
+    tl.store(out + r64 * k + c[None, :], rounded(value, out.dtype.element_ty), mask=there)

@@ -1,0 +1,126 @@
+"""What test_triton.py runs in a process of its own: the kernels in Triton's interpreter, on CPU
+tensors, in place of native code. usage: python interpreted.py <case>"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(sys.prefix, "aside_triton")))
+
+import te_mx
+from te_mx.backends.triton import gemm as _gemm  # noqa: F401  (kernels are registered)
+from te_mx.conformance import cases, inputs
+from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
+from te_mx.dispatch.kernels import Kernel, kernels
+from te_mx.dispatch.run import reference
+from te_mx.formats import get
+
+E = Epilogue
+CPU = torch.device("cpu")
+# Every so many rows of each input, from one on.
+SPARE = {
+    "exponents": (13, 3),
+    "ties": (19, 1),
+    "spread": (11, 0),
+    "special": (7, 3),
+}  # a part of each
+
+
+def triton_of(op: str) -> Kernel:
+    return next(one for one in kernels(op) if one.name == "triton")
+
+
+def some(name, dtype):
+    step, first = SPARE[name]
+    x = inputs.make(name, dtype)[first::step]
+    return x[:, -161 if name == "spread" else -128 :].contiguous()
+
+
+def test_bytes():
+    formats = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp8_e4m3_1x128", "fp8_e5m2_128x128")
+    formats += ("fp8_e4m3fnuz_1x128", "fp8_e5m2fnuz_128x128")
+    for fmt, dtype, name in itertools.product(formats, inputs.DTYPES, inputs.INPUTS):
+        x = some(name, dtype)
+        for i, rule in enumerate((*get(fmt).scaling.rules, get(fmt).scaling.rules[0])):
+            turned = "rows" if i % 2 or get(fmt).element.bits == 4 else "cols"
+            what = Quantize(x, f"{fmt}@rows", f"{fmt}@{turned}", rule, True)
+            made, expected = (
+                one.run(what) for one in (triton_of("quantize"), reference("quantize"))
+            )
+            for side in ("row", "col"):
+                mine, other = getattr(made, side), getattr(expected, side)
+                assert torch.equal(mine.codes, other.codes), (fmt, rule, dtype, name, side)
+                same = torch.equal(mine.scales.nan_to_num(7), other.scales.nan_to_num(7))
+                assert same, (fmt, rule, dtype, name, side)
+                for out in (torch.float32, torch.bfloat16):
+                    values = [triton_of("dequantize").run(mine, out), other.values(out)]
+                    assert torch.equal(*(one.nan_to_num(7) for one in values)), (fmt, name, out)
+
+
+def test_products():
+    torch.manual_seed(0)
+    m, n, k = 33, 40, 161
+    x, w = torch.randn(m, k), torch.randn(n, k)
+    side, bias = torch.randn(m, n), torch.randn(n)
+    epilogues = (
+        E(bias, "tanh"), E(None, "erf"), E(None, "tanh", side, "result"), E(accumulate=True),
+        E(None, "erf", side, "operand"), E(bias, accumulate=True, bias_grad="result"),
+    )  # fmt: skip
+    for a, b in (
+        ("mxfp8_e4m3@cols", "mxfp8_e5m2@rows"), ("mxfp4@rows", "mxfp8_e4m3@cols"),
+        ("fp8_e4m3_1x128@cols", "fp8_e5m2_128x128@cols"),
+        ("fp8_e4m3fnuz_1x128@rows", "fp8_e4m3fnuz_128x128@rows"), ("mxfp4@rows", "mxfp4@rows"),
+    ):  # fmt: skip
+        sides = []
+        for spec, one in ((a, x), (b, w)):
+            rule = get(spec.split("@")[0]).scaling.rules[0]
+            sides.append(reference("quantize").run(Quantize(one, spec, "", rule)).row)
+        for epilogue, dtype in itertools.product(epilogues, (torch.float32, torch.bfloat16)):
+            results = []
+            for kernel in (triton_of("gemm"), reference("gemm")):
+                out = side.to(dtype).clone()
+                with_aux = epilogue.gelu and epilogue.gelu_in is None
+                aux = torch.empty(m, n, dtype=dtype) if with_aux else None
+                ran = kernel.run(Product(*sides, epilogue, out, aux, Mode()))
+                results.append((out, aux, ran.bias_grad))
+            for mine, other in zip(*results, strict=True):
+                assert (mine is None) == (other is None)
+                if mine is not None:
+                    error = (mine.double() - other.double()).norm() / other.double().norm()
+                    assert error < (2e-6 if mine.dtype == torch.float32 else 4e-3), (a, b, epilogue)
+    for off in cases.products(CPU):
+        assert off.right and (off.kernel == "triton" or "nvfp4" in off.name), off
+
+
+def test_modules():
+    """Whatever is above the backends, on Triton alone."""
+    for recipe in ("mxfp8", "mxfp4", "float8_block", "deepseek_v3"):
+        torch.manual_seed(0)
+        layer, x = te_mx.Linear(64, 96), torch.randn(32, 64, requires_grad=True)
+        with te_mx.autocast(recipe=recipe):
+            y = layer(x)
+        y.pow(2).sum().backward()
+        audit = te_mx.audit(layer).layers[0]
+        assert (audit.fprop, audit.dgrad, audit.wgrad) == ("triton",) * 3
+        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        assert (y - expected).norm() / expected.norm() < (0.2 if recipe == "mxfp4" else 0.05)
+    layers = te_mx.LayerNormMLP(64, 96), te_mx.GroupedLinear(2, 64, 96)
+    for layer, more in zip(layers, ((), ([30, 34],)), strict=True):
+        x = torch.randn(64, 64, requires_grad=True)
+        with te_mx.autocast():
+            layer(x, *more).sum().backward()
+        assert te_mx.audit(layer).layers[0].wgrad == "triton" and x.grad.isfinite().all()
+    frozen = te_mx.Linear(64, 96)
+    te_mx.freeze_weights(frozen)
+    with torch.no_grad(), te_mx.autocast():
+        frozen(torch.randn(3, 64))
+    assert te_mx.audit(frozen).layers[0].fprop == "triton"
+
+
+warnings.simplefilter("ignore")
+globals()[f"test_{sys.argv[1]}"]()
