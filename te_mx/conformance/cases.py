@@ -20,7 +20,6 @@ from te_mx.api.gemm import gemm, quantize
 from te_mx.conformance import inputs
 from te_mx.formats import Format, blockwise
 from te_mx.formats import mxfp4_checkpoints as checkpoints
-from te_mx.formats.nvfp4 import TensorScaledFormat
 from te_mx.formats.stochastic import random_bits
 from te_mx.layouts.plain import COLS
 
@@ -98,8 +97,6 @@ def specified(case: Case, name: str) -> tuple[Tensor, ...]:
         random = random_bits(torch.tensor([SEED]), *x.shape)
     if case.direction == _COLS:
         x, random = x.t(), None if random is None else random.t()
-    if isinstance(fmt, TensorScaledFormat):
-        return fmt.quantize_tensor(x, case.rule)
     return fmt.quantize(x, case.rule, random)
 
 
@@ -191,7 +188,7 @@ def of_layouts() -> Iterator[tuple[str, str]]:
             codes, scales = getattr(blockwise, name)(x, 128, dtype)
             yield f"{name} of torchao, {str(dtype)[6:]}", digest(codes.view(torch.uint8), scales)
     given = formats.get("fp8_e4m3_128x128").quantize(x, "fp32")
-    fnuz = formats.convert(*given, "fp8_e4m3_128x128", "fp8_e4m3fnuz_128x128")
+    fnuz = formats.convert(given[0], given[1], "fp8_e4m3_128x128", "fp8_e4m3fnuz_128x128")
     yield "DeepSeek's e4m3 128x128 as fnuz", digest(*fnuz)
     for name in (*_MX, "nvfp4"):
         fmt = formats.get(name)

@@ -13,7 +13,6 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.conformance import inputs
 from te_mx.conformance.cases import Difference, difference
-from te_mx.formats.nvfp4 import TensorScaledFormat
 
 _BYTE = torch.uint8
 Call = Callable[[Tensor], tuple[Tensor, ...]]  # x to codes, scales, perhaps the tensor scale
@@ -82,8 +81,7 @@ def _on(
         yield Compared(library, way.fmt, way.rule, dtype, given, _said(error))
         return
     for rule in rules:
-        made = fmt.quantize_tensor if isinstance(fmt, TensorScaledFormat) else fmt.quantize
-        ours: tuple[Tensor, ...] = made(x, rule)
+        ours = fmt.quantize(x, rule)
         why = difference(fmt, ours, theirs)
         yield Compared(library, way.fmt, rule, dtype, given, why)
 
