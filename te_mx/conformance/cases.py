@@ -174,12 +174,12 @@ def of_layouts() -> Iterator[tuple[str, str]]:
     blockwise FP8 without negative zero. And of what all codes and scales decode to."""
     x = inputs.make("ties", "bf16")
     k = x.shape[1]
-    mxfp4 = formats.get("mxfp4").quantize(x, "even")
-    yield "mxfp4 of compressed-tensors", digest(*checkpoints.to_compressed_tensors(*mxfp4, k))
-    yield "mxfp4 of gpt-oss", digest(*checkpoints.to_gpt_oss(*mxfp4, k))
-    codes, words = checkpoints.to_deep_gemm(*mxfp4, k)
+    e2m1, e8m0 = formats.get("mxfp4").quantize(x, "even")
+    yield "mxfp4 of compressed-tensors", digest(*checkpoints.to_compressed_tensors(e2m1, e8m0, k))
+    yield "mxfp4 of gpt-oss", digest(*checkpoints.to_gpt_oss(e2m1, e8m0, k))
+    codes, words = checkpoints.to_deep_gemm(e2m1, e8m0, k)
     yield "mxfp4 of DeepGEMM", digest(codes, words.t())
-    yield "mxfp4 of ggml", digest(checkpoints.to_ggml(*mxfp4, k))
+    yield "mxfp4 of ggml", digest(checkpoints.to_ggml(e2m1, e8m0, k))
     for name in (
         "act_quant_lhs", "act_quant_rhs", "act_quant_transposed_lhs", "weight_quant_rhs",
         "weight_quant_transposed_rhs",
