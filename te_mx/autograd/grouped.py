@@ -53,6 +53,7 @@ from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import INPUT, GroupedWgrad, Reads, WeightGradient, Wgrad
 from te_mx.autograd.grouped_loop import (
     GroupedCall,
+    gathered,
     gradients_of,
     one_by_one,
     split_parts,
@@ -247,17 +248,12 @@ def grouped_plain(
             total = part if total is None else total + part
         assert total is not None
         return total
-    parts, at = [], 0
-    bounds = host_bounds(offs, capacity, x_RK.shape[0])
-    for start, end, weight, bias in zip(*bounds, weights, each, strict=True):
-        part = F.linear(x_RK[start:end], weight, bias)
-        if start > at:
-            parts.append(part.new_zeros(start - at, part.shape[1]))
-        parts.append(part)
-        at = end
-    if at < x_RK.shape[0]:
-        parts.append(parts[-1].new_zeros(x_RK.shape[0] - at, parts[-1].shape[1]))
-    return torch.cat(parts)
+    bounds = list(zip(*host_bounds(offs, capacity, x_RK.shape[0]), strict=True))
+    made = [
+        F.linear(x_RK[start:end], weight, bias)
+        for (start, end), weight, bias in zip(bounds, weights, each, strict=True)
+    ]
+    return gathered(made, bounds, x_RK.shape[0])
 
 
 def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
