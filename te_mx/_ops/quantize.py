@@ -16,7 +16,7 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.registry import planned
-from te_mx.layouts import spec_of
+from te_mx.layouts import spec_of, tensor_scaled
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime.ran import note_read
 
@@ -180,7 +180,7 @@ def quantized_of(
 def operand_of(tensors: Iterator[Tensor], spec: str, rows: int, k: int) -> Operand:
     """The operand whose tensors are the next ones."""
     codes, scales = next(tensors), next(tensors)
-    whole = next(tensors) if spec_of(spec).format.tensor_scaled else None
+    whole = next(tensors) if tensor_scaled(spec) else None
     return Operand(codes, scales, spec, rows, k, None, whole)
 
 
