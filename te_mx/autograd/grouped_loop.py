@@ -28,7 +28,7 @@ _ARGUMENTS = 3  # of the autograd function before the parameters
 
 class GroupedCall(NamedTuple):
     """What one call of a grouped layer fixes. `settings`: None runs in high precision; `kept`, a
-    KeptWeights, stands in for quantizing the weights; `tag` and `save_x` are as for
+    KeptWeight, stands in for quantizing the weights; `tag` and `save_x` are as for
     autograd.linear.Call; `sink` takes the weight gradients."""
 
     capacity: int
