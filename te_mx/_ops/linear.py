@@ -10,37 +10,9 @@ from torch import Tensor
 from te_mx._ops.library import is_direct
 from te_mx.dispatch.kernels import Plan, derive, derived
 from te_mx.dispatch.layer import LayerKernel
-from te_mx.dispatch.linear import (
-    LATER,
-    FrozenCall,
-    FrozenKernel,
-    Gate,
-    Into,
-    LinearKernel,
-    LinearPlan,
-    LinearProblem,
-    Weight,
-)
+from te_mx.dispatch.linear import FrozenKernel, LinearKernel
 from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import find
-
-__all__ = [
-    "LATER",
-    "FrozenCall",
-    "FrozenKernel",
-    "Gate",
-    "Into",
-    "LayerKernel",
-    "LinearKernel",
-    "LinearPlan",
-    "LinearProblem",
-    "Weight",
-    "frozen_kernel",
-    "infer",
-    "layer_kernel",
-    "linear_kernel",
-    "linear_kernel_of",
-]
 
 
 def linear_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> LinearKernel | None:

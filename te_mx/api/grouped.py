@@ -21,6 +21,7 @@ from te_mx.api.groups import (
     Form,
     Rows,
     aligned,
+    bias_of,
     check_floats,
     check_out,
     parts,
@@ -217,13 +218,7 @@ def grouped_gemm(
     most = _check_sizes(tuple(inp.shape), first, rhs, masked_m is not None)
     if isinstance(lhs, Tensor):
         lhs = first = lhs.reshape(lhs.shape[:-1].numel(), rhs.k)
-    if bias is not None:
-        check_floats(f"{OWNER}: bias", bias)
-        check_place(f"{OWNER}: bias", bias, first.device)
-        if bias.shape != (rhs.groups, rhs.rows):
-            raise ValueError(
-                f"{OWNER}: bias must be [{rhs.groups}, {rhs.rows}], got {tuple(bias.shape)}"
-            )
+    added = bias_of(f"{OWNER}: bias", bias, rhs)
     if node.active():
         followed = [t for t in (inp, bias, out) if isinstance(t, Tensor)]
         node.refuse(f"te_mx.{OWNER}", followed, node.FUNCTION, grad=True)
@@ -235,14 +230,13 @@ def grouped_gemm(
         read = (*parts_of("inp", lhs), *parts_of("weight", rhs), *lists, ("bias", bias))
         check_written(out, "out", read)
         out_dtype = torch.float32 if accumulate else out.dtype
-    bias = None if bias is None else bias.detach().resolve_neg()
     rows = rows_of(form, first, rhs.groups, most)
     with torch.no_grad():
         if isinstance(lhs, Tensor):
-            made = mixed_gemm.run_grouped(rows.taken(lhs), rows.groups, rhs, bias, out_dtype)
+            made = mixed_gemm.run_grouped(rows.taken(lhs), rows.groups, rhs, added, out_dtype)
         else:
             made = gemm_rows(
-                _taken(lhs, rows), rhs, rows.groups, bias=bias, out_dtype=out_dtype,
+                _taken(lhs, rows), rhs, rows.groups, bias=added, out_dtype=out_dtype,
                 mode=mode_of(settings),
             )  # fmt: skip
         made = rows.put_back(made, bias is not None, zero_padding or accumulate).view(shape)

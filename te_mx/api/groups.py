@@ -210,6 +210,20 @@ def check_floats(name: str, value: Any) -> None:
     check_address(name, value)
 
 
+def bias_of(name: str, value: Any, weight: Stack, of: str = "inp") -> Tensor | None:
+    """A bias [G, N] of all groups as ops take it, or None. Raises TypeError or ValueError unless it
+    fits weights that are on the device of what is called `of`."""
+    if value is None:
+        return None
+    check_floats(name, value)
+    check_place(name, value, weight.codes.device, of)
+    if value.shape != (weight.groups, weight.rows):
+        raise ValueError(
+            f"{name} must be [{weight.groups}, {weight.rows}], got {tuple(value.shape)}"
+        )
+    return value.detach().resolve_neg()
+
+
 def check_out(
     owner: str, out: Tensor | None, out_dtype: torch.dtype | None, shape: tuple[int, ...],
     inp: Tensor, accumulate: bool, of: str = "inp",

@@ -49,11 +49,11 @@ from te_mx._ops.grouped_quantize import (
     quantize_weights,
     weight_columns,
 )
-from te_mx._ops.quantize import tensors_of
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import INPUT, GroupedWgrad, Reads, WeightGradient, Wgrad
 from te_mx.autograd.grouped_loop import (
     GroupedCall,
+    gathered,
     gradients_of,
     one_by_one,
     split_parts,
@@ -61,6 +61,8 @@ from te_mx.autograd.grouped_loop import (
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,
+    KeptWeight,
+    at_most_codes,
     at_rest,
     by_steps,
     columns_now,
@@ -71,8 +73,7 @@ from te_mx.autograd.linear_recipe import (
     on_codes,
     packs,
     roles,
-    same_weight,
-    widens,
+    weight_forms,
 )
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.routing import Route, rows_of, sum_of_rows
@@ -123,32 +124,6 @@ def col_sums(x: Tensor, groups: Groups) -> Tensor:
     return torch.stack([x[start:end].sum(0, dtype=torch.float32) for start, end in bounds])
 
 
-class KeptWeights(NamedTuple):
-    """Weights quantized once for several calls: rowwise, and columnwise where backward needs it."""
-
-    settings: Settings
-    row: Stack
-    col: Stack | None
-    made: Made
-
-    def on_current_stream(self) -> KeptWeights:
-        """These weights, once the current stream has waited for them."""
-        stacks = (self.row, self.col) if self.col is not None else (self.row,)
-        self.made.await_on_current_stream(self.row.codes.device, *tensors_of(*stacks))
-        return self
-
-    def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
-        """Whether a call with these settings on this device would quantize to the same."""
-        asked = _kept(weight_forms(device, settings), settings)
-        return (
-            (self.col is not None or not needs_columns(settings, need_col))
-            and self.row.codes.device == device
-            and same_weight(self.settings, settings)
-            and self.row.spec == asked.row
-            and (self.col is None or self.col.spec == asked.col)
-        )
-
-
 class GroupForms(NamedTuple):
     """Specs of the operands of one call: tokens x and g by groups, weights; and their rules."""
 
@@ -190,33 +165,23 @@ def check_rows_of_tokens(settings: Settings) -> None:
             )
 
 
-def weight_forms(device: torch.device, settings: Settings) -> Forms:
-    """Specs of weights; those whose bytes are kept are packed when they are multiplied."""
-    form = roles(device, settings).w
-    if form.col == at_rest(settings.w_columns):  # plain columns of all lie as the weights do
-        form = form._replace(col=f"{settings.w_columns}@cols")
-    return form if packs(settings) else form._replace(row=at_rest(settings.w))
-
-
-def _kept(form: Forms, settings: Settings) -> Forms:
-    """The same of weights that are kept, of which no copy is wider than its codes."""
-    return form._replace(row=at_rest(settings.w)) if widens(form.row) else form
-
-
-def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeights:
+def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeight:
     """Quantize and pack weights that stand still."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
-        rule, form = settings.scale_rule, _kept(GroupForms.of(first, first, settings).w, settings)
+        rule, form = (
+            settings.scale_rule,
+            at_most_codes(GroupForms.of(first, first, settings).w, settings),
+        )
         columns = form.col if needs_columns(settings, need_col) else ""
         row, col = quantize_weights(weights, form.row, columns, rule=rule)
         if not packs(settings):
-            return KeptWeights(settings, row, None, Made.now(row.codes.device))
+            return KeptWeight(settings, row, None, Made.now(row.codes.device))
         mode, given = mode_of(settings), roles(first.device, settings, "gemm_rows")
         packed = None if col is None else kept_stack(col, mode, given.g.row)
         made = Made.now(row.codes.device)
-        return KeptWeights(settings, kept_stack(row, mode, given.x.row), packed, made)
+        return KeptWeight(settings, kept_stack(row, mode, given.x.row), packed, made)
 
 
 _ALIGNED = 8  # F.grouped_mm takes rows of whole 16 bytes
@@ -247,17 +212,12 @@ def grouped_plain(
             total = part if total is None else total + part
         assert total is not None
         return total
-    parts, at = [], 0
-    bounds = host_bounds(offs, capacity, x_RK.shape[0])
-    for start, end, weight, bias in zip(*bounds, weights, each, strict=True):
-        part = F.linear(x_RK[start:end], weight, bias)
-        if start > at:
-            parts.append(part.new_zeros(start - at, part.shape[1]))
-        parts.append(part)
-        at = end
-    if at < x_RK.shape[0]:
-        parts.append(parts[-1].new_zeros(x_RK.shape[0] - at, parts[-1].shape[1]))
-    return torch.cat(parts)
+    bounds = list(zip(*host_bounds(offs, capacity, x_RK.shape[0]), strict=True))
+    made = [
+        F.linear(x_RK[start:end], weight, bias)
+        for (start, end), weight, bias in zip(bounds, weights, each, strict=True)
+    ]
+    return gathered(made, bounds, x_RK.shape[0])
 
 
 def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
@@ -600,7 +560,7 @@ def grouped_on_codes(
     if not (torch.is_grad_enabled() and wanted):
         return infer(x, offs, w_row, bias_GN, call)
     settings = on_codes(call.settings)
-    kept = KeptWeights(settings, w_row, None, Made(0, None))
+    kept = KeptWeight(settings, w_row, None, Made(0, None))
     # The codes in the place of the weights have no gradient, and nothing reads them there.
     parts = (w_row.codes,) if bias_GN is None else (w_row.codes, bias_GN)
     return grouped_linear(x, offs, parts, call._replace(settings=settings, kept=kept))

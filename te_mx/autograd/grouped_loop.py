@@ -28,7 +28,7 @@ _ARGUMENTS = 3  # of the autograd function before the parameters
 
 class GroupedCall(NamedTuple):
     """What one call of a grouped layer fixes. `settings`: None runs in high precision; `kept`, a
-    KeptWeights, stands in for quantizing the weights; `tag` and `save_x` are as for
+    KeptWeight, stands in for quantizing the weights; `tag` and `save_x` are as for
     autograd.linear.Call; `sink` takes the weight gradients."""
 
     capacity: int
@@ -95,7 +95,7 @@ class GroupedLoopFunction(torch.autograd.Function):
         ctx.call, ctx.kept, ctx.x_like = call, beside, (x.shape, x.dtype)
         ctx.bounds, ctx.sinks = bounds, (call.sink,)
         ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
-        return outputs(ctx, saved, unflatten(_gathered(made, bounds, x_RK.shape[0]), x))
+        return outputs(ctx, saved, unflatten(gathered(made, bounds, x_RK.shape[0]), x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -125,13 +125,15 @@ def _fprop(
     return y, plan.kept(q, x_MK, need_dw), w_kept
 
 
-def _gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) -> Tensor:
+def gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) -> Tensor:
     """The rows of all groups, and zeros for rows of no group."""
     parts, at = [], 0
     for part, (start, end) in zip(made, bounds, strict=True):
-        parts += [part.new_zeros((start - at, part.shape[1])), part]
+        parts += [part.new_zeros(start - at, part.shape[1]), part] if start > at else [part]
         at = end
-    return torch.cat([*parts, made[-1].new_zeros((rows - at, made[-1].shape[1]))])
+    if at < rows:
+        parts.append(parts[-1].new_zeros(rows - at, parts[-1].shape[1]))
+    return torch.cat(parts)
 
 
 def _loop_backward(
@@ -178,7 +180,7 @@ def _loop_backward(
 
     dx = None
     if need_dx:
-        dx = shaped(_gathered(dx_groups, ctx.bounds, g_RN.shape[0]), ctx.x_like[0])
+        dx = shaped(gathered(dx_groups, ctx.bounds, g_RN.shape[0]), ctx.x_like[0])
     dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
     if dw is not None and not ctx.stacked:
         dw = dw.unflatten(0, (count, dw.shape[0] // count))

@@ -26,15 +26,8 @@ from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d
 from te_mx._ops.library import is_direct
-from te_mx._ops.linear import (
-    LATER,
-    Into,
-    LinearKernel,
-    LinearPlan,
-    LinearProblem,
-    linear_kernel_of,
-)
 from te_mx._ops.linear import infer as infer_in_one_call
+from te_mx._ops.linear import linear_kernel_of
 from te_mx.autograd import (
     input_cache,
     layer,
@@ -63,7 +56,7 @@ from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.kernels import derive, derived
-from te_mx.dispatch.linear import Held, Part
+from te_mx.dispatch.linear import LATER, Held, Into, LinearKernel, LinearPlan, LinearProblem, Part
 from te_mx.recipes.settings import Settings
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

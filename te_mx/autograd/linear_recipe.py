@@ -470,13 +470,27 @@ def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operan
 _WIDE = "mxfp8_e4m3"
 
 
+def weight_forms(device: torch.device, settings: Settings) -> Forms:
+    """Specs of the weights of groups; those whose bytes are kept are packed when they are
+    multiplied."""
+    form = roles(device, settings).w
+    if form.col == at_rest(settings.w_columns):  # plain columns of all lie as the weights do
+        form = form._replace(col=f"{settings.w_columns}@cols")
+    return form if packs(settings) else form._replace(row=at_rest(settings.w))
+
+
+def at_most_codes(form: Forms, settings: Settings) -> Forms:
+    """The same of weights that are kept, of which no copy is wider than its codes."""
+    return form._replace(row=at_rest(settings.w)) if widens(form.row) else form
+
+
 class KeptWeight(NamedTuple):
-    """A weight quantized once for several calls: rowwise, and columnwise where backward needs
-    it."""
+    """A weight, or those of groups, quantized once for several calls: rowwise, and columnwise where
+    backward needs it."""
 
     settings: Settings
-    row: Any  # an Operand; in compiled code perhaps a TracedWeight
-    col: Operand | None
+    row: Any  # an Operand or a Stack; in compiled code perhaps a TracedWeight
+    col: Any
     made: Made = Made(0, None)
 
     def on_current_stream(self) -> KeptWeight:
@@ -494,7 +508,10 @@ class KeptWeight(NamedTuple):
 
     def _is_as_asked(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call would ask for operands that lie so."""
-        row, col = roles(device, settings).w
+        if isinstance(self.row, Stack):
+            row, col = at_most_codes(weight_forms(device, settings), settings)
+        else:
+            row, col = roles(device, settings).w
         mine = f"{self.row.format.name}@{self.row.layout.kept_of or self.row.layout.name}"
         return mine == row and (self.col is None or self.col.spec == col)
 
@@ -506,18 +523,30 @@ class KeptWeight(NamedTuple):
             return self._serves(settings, device, need_dx)
         mine, col = self.settings, self.col
         specs = self.row.spec, None if col is None else col.spec
-        key = "serves", specs, None if mine is settings else mine, settings, device, need_dx
+        key = (
+            "serves",
+            type(self.row),
+            specs,
+            None if mine is settings else mine,
+            settings,
+            device,
+            need_dx,
+        )
         found = _known.get(key)
         if found is None:
             found = derive(key, self._serves(settings, device, need_dx))
         return found
 
     def _serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
+        groups = isinstance(self.row, Stack)
         return (
             (self.col is not None or not needs_columns(settings, need_dx))
             and same_weight(self.settings, settings)
             # Operands that give their bytes back serve every precision, and with every format.
-            and (self.is_plain() or (packs(settings) and self._is_as_asked(settings, device)))
+            and (
+                (not groups and self.is_plain())
+                or ((groups or packs(settings)) and self._is_as_asked(settings, device))
+            )
         )
 
 

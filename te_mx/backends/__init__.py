@@ -4,7 +4,7 @@ in every process, whatever the machine: whether a kernel runs is what its envelo
 
 from importlib import import_module
 
-from te_mx.backends.cpu import ISA_LEVELS, isa, missing_reason
+from te_mx.backends.cpu.binding import ISA_LEVELS, isa, missing_reason
 from te_mx.dispatch.problem import register_level
 
 register_level("cpu", isa, ISA_LEVELS, missing_reason)

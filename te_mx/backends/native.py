@@ -11,13 +11,17 @@ from te_mx import formats as formats_of
 from te_mx.backends.base import (
     ALIGNED,
     BLOCK_ROWS,
+    FLOAT_DTYPES,
     LAYOUTS,
     PLAIN,
     SCALE_RULES,
     UPRIGHT,
     format_fields,
+    pointer,
+    typed_address,
 )
 from te_mx.dispatch.fused import Target
+from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import Problem
 from te_mx.formats.scaling import Scaling, is_stochastic, split_rule
 from te_mx.layouts import spec_of
@@ -34,9 +38,10 @@ _ORDERS = {
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
-RULES = ("rceil", "floor", "fp32", "pow2")  # likewise
+RULES = ("rceil", "floor", "fp32", "pow2", "even")  # likewise
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
 FP4 = ("mxfp4",)  # of 4 bits, likewise
+MX = FORMATS + FP4
 _SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True)) | {"mxfp4": "e2m1"}
 COLUMNWISE = tuple(f"fp8_{word}" for word in UPRIGHT)  # for kernels that multiply nothing
 _SHORT |= dict(zip(COLUMNWISE, UPRIGHT, strict=True))
@@ -51,13 +56,12 @@ def _scaling(name: str) -> Scaling:
 
 
 def unknown(
-    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS,
-    rules: tuple[str, ...] = RULES, random: bool = False,
-) -> str | None:  # fmt: skip
-    """Why native code that knows these layouts (names up to a colon), formats and rules does not
-    run a problem: the scale rule, a format or a layout; None when it knows them all. random:
-    whether it rounds stochastically and transforms."""
-    rules = tuple(one for one in rules if any(_scaling(name).knows(one) for name in formats))
+    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...], random: bool = False
+) -> str | None:
+    """Why native code that knows these layouts (names up to a colon) and formats does not run a
+    problem: the scale rule, a format or a layout; None when it knows them all. random: whether it
+    rounds stochastically and transforms."""
+    rules = tuple(one for one in RULES if any(_scaling(name).knows(one) for name in formats))
     rule = split_rule(problem.rule)[0]
     if rule != _ANY_RULE and rule not in rules:
         return f"knows the scale rules {', '.join(rules)}, not {problem.rule}"
@@ -116,6 +120,23 @@ def record_of(native: Any, operand: Operand | Stack) -> Any:
     )  # fmt: skip
 
 
+def routed_record(native: Any, p: RoutedGemm, **more: int) -> tuple[Any, object]:
+    """The native record of a product of routed rows, with further fields, and what must live until
+    it is enqueued."""
+    ids, experts, count, block_m, a_div, _ = p.routing
+    bias = None if p.bias is None else p.bias.contiguous()
+    weights = None if p.weights is None else p.weights.contiguous()
+    args = native.MoeGemmArgs(
+        lhs=record_of(native, p.lhs), rhs=record_of(native, p.rhs), experts=p.rhs.groups,
+        sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
+        num_tokens_post_padded=count.data_ptr(), blocks=len(experts), routed=len(p.out),
+        block_m=block_m, a_div=a_div, weights=pointer(weights), out=p.out.data_ptr(),
+        out_dtype=FLOAT_DTYPES[p.out.dtype], **more,
+    )  # fmt: skip
+    args.bias, args.bias_dtype = typed_address(bias)
+    return args, (bias, weights)
+
+
 @lru_cache(maxsize=1024)
 def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
     """What a native record says of what a matrix is quantized to, beside sizes and addresses: the
@@ -156,14 +177,12 @@ def one_read_of_weights(row: str, col: str) -> str | None:
     return reason
 
 
-def is_native(
-    target: Target, formats: tuple[str, ...] = FORMATS, rules: tuple[str, ...] = RULES
-) -> bool:
-    """Whether native code of these formats and rules makes what a target asks for as it quantizes,
-    if it asks for codes."""
+def is_native(target: Target, formats: tuple[str, ...]) -> bool:
+    """Whether native code of these formats makes what a target asks for as it quantizes, if it asks
+    for codes."""
     row, col, rule = target[:3]
     known = all(spec_of(spec).format.name in formats for spec in (row, col) if spec)
     known = known and not is_stochastic(rule)
     return not target.codes or (
-        known and split_rule(rule)[0] in rules and one_read(row, col) is None
+        known and split_rule(rule)[0] in RULES and one_read(row, col) is None
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_mx._ops import Made, Operand, Stack
+from te_mx._ops import Operand, Stack
 from te_mx.autograd import weight_parts
-from te_mx.autograd.grouped import KeptWeights
 from te_mx.autograd.linear_recipe import KeptWeight, at_rest
 from te_mx.context.region import is_tracing
 from te_mx.distributed.gathered import GatheredWeight
@@ -78,10 +77,6 @@ def _kept(weight: GatheredWeight, settings: Settings) -> Any:
 
 
 def _of_codes(weight: GatheredWeight, settings: Settings) -> Any:
-    spec, with_codes = at_rest(weight.fmt), settings._replace(one_copy=True)
-    if weight.dim() == 3:
-        groups, rows, k = weight.shape
-        stack = Stack(weight.codes, weight.scales, spec, groups, rows, k)
-        return KeptWeights(with_codes, stack, None, Made(0, None))
-    rows, k = weight.shape
-    return KeptWeight(with_codes, Operand(weight.codes, weight.scales, spec, rows, k), None)
+    parts, (*groups, rows, k) = (weight.codes, weight.scales, at_rest(weight.fmt)), weight.shape
+    held: Any = Stack(*parts, groups[0], rows, k) if groups else Operand(*parts, rows, k)
+    return KeptWeight(settings._replace(one_copy=True), held, None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand, Stack, quantize_2d
+from te_mx._ops import Operand, quantize_2d
 from te_mx.api.grouped import tokens_of
 from te_mx.api.groups import check_floats
 from te_mx.api.tensor import MXTensor
@@ -81,16 +81,3 @@ def routing_weights(name: str, value: Any, routed: int, device: torch.device) ->
             f"{name} must hold a number for each of {routed} routed rows, got {tuple(value.shape)}"
         )
     return value.detach().reshape(-1).to(torch.float32)
-
-
-def expert_bias(name: str, value: Any, weight: Stack) -> Tensor | None:
-    """A bias [E, N] of all experts, or None."""
-    if value is None:
-        return None
-    check_floats(name, value)
-    check_place(name, value, weight.codes.device, "the weights")
-    if value.shape != (weight.groups, weight.rows):
-        raise ValueError(
-            f"{name} must be [{weight.groups}, {weight.rows}], got {tuple(value.shape)}"
-        )
-    return value.detach().resolve_neg()

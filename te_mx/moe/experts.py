@@ -11,7 +11,7 @@ from torch import Tensor
 from te_mx._ops import Operand, Stack
 from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.moe import experts_in_one, moe_align, moe_gemm, summed_slots
-from te_mx.api.groups import check_floats, settings_of
+from te_mx.api.groups import bias_of, check_floats, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.fused import Activation, ActStep, Target
@@ -21,7 +21,6 @@ from te_mx.moe.alignment import check_map
 from te_mx.moe.arguments import (
     check_ids,
     check_range,
-    expert_bias,
     quantized_rows,
     refuse_transforms,
     routing_weights,
@@ -189,4 +188,5 @@ def _biases(biases: Any, first: Stack, second: Stack) -> tuple[Tensor | None, Te
             f"{shown(biases)}"
         )
     names = f"{OWNER}: biases[0]", f"{OWNER}: biases[1]"
-    return expert_bias(names[0], biases[0], first), expert_bias(names[1], biases[1], second)
+    of = "the weights"
+    return bias_of(names[0], biases[0], first, of), bias_of(names[1], biases[1], second, of)

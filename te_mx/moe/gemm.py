@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_mx._ops.moe import check_routed, moe_gemm
 from te_mx.api.blas import check_dtype
-from te_mx.api.groups import check_out, settings_of
+from te_mx.api.groups import bias_of, check_out, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.groups import readable
@@ -17,7 +17,6 @@ from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.moe.arguments import (
     check_ids,
     check_range,
-    expert_bias,
     refuse_transforms,
     routing_weights,
     rows_of,
@@ -109,7 +108,7 @@ def grouped_gemm(
     weights = None
     if mul_weight_by is not None:
         weights = routing_weights(f"{OWNER}: mul_weight_by", mul_weight_by, routed, device)
-    biases = expert_bias(f"{OWNER}: bias", bias, rhs)
+    biases = bias_of(f"{OWNER}: bias", bias, rhs, "the weights")
     if out_dtype is not None:
         check_dtype(out_dtype, f"{OWNER}: out_dtype")
     check_out(OWNER, out, out_dtype, (routed, rhs.rows), rhs.codes, False, "the weights")

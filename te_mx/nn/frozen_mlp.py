@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.fused import act_quantize_2d
-from te_mx._ops.linear import Gate
 from te_mx.autograd.activation import activation
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import Activation, ActStep
+from te_mx.dispatch.linear import Gate
 from te_mx.nn.linear import Linear
 from te_mx.recipes.settings import Settings
 from te_mx.weights.decode import Ready

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack
 from te_mx._ops.library import is_direct
-from te_mx._ops.linear import FrozenCall, FrozenKernel, Gate, frozen_kernel
+from te_mx._ops.linear import frozen_kernel
 from te_mx.autograd.node import needs_gradient
+from te_mx.dispatch.linear import FrozenCall, FrozenKernel, Gate
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings

@@ -1,19 +1,15 @@
-"""Products of inputs that are not quantized with what quantized weights stand for.
-
-Shapes as in autograd/linear.py. Codes are decoded for the time of a product and never kept so:
-backward decodes them again.
+"""Products of inputs as they are with what quantized weights stand for: frozen weights whose
+activations are not quantized (W4A16 and the like). Shapes as in autograd/linear.py.
 
     fprop  y[M, N]  = x[M, K] @ values(w)[N, K]^T + bias
     dgrad  dx[M, K] = g[M, N] @ values(w)
 
-Products of inputs as they are with what quantized weights stand for: frozen weights whose
-activations are not quantized (W4A16 and the like).
-
 Codes of one layer, or of one expert where the host knows the groups, are decoded for the time of a
-product: 2 bytes an element in bf16, which holds every value of MX formats above 2^-133, else 4 in
-fp32. Products are those of torch, with one rounding to the dtype of the result. Of NVFP4 code *
-block scale is exact in bf16: GPUs multiply that with inputs in bf16, and the fp32 sums with the
-tensor scale; else the values are rounded to fp32.
+product and never kept so: backward decodes them again. They take 2 bytes an element in bf16, which
+holds every value of MX formats above 2^-133, else 4 in fp32. Products are those of torch, with one
+rounding to the dtype of the result. Of NVFP4 code * block scale is exact in bf16: GPUs multiply
+that with inputs in bf16, and the fp32 sums with the tensor scale; else the values are rounded to
+fp32.
 """
 
 from __future__ import annotations

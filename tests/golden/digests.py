@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE))
 
 from cases import OF_CUBLAS, Case, all_cases  # noqa: E402
 
-from te_mx.backends import cpu  # noqa: E402
+from te_mx.backends.cpu import binding as cpu  # noqa: E402
 
 # Not amx_emulated: what is beside its tiles runs at the best level of the machine.
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from digests import LEVELS, cases_of, digest, path_of
 
-from te_mx.backends import cpu
+from te_mx.backends.cpu import binding as cpu
 
 
 def changed(level: str, device: str) -> list[str]:

@@ -30,7 +30,7 @@ def test_works_without_the_native_module():
     code = HIDE_NATIVE + (
         "import warnings; warnings.simplefilter('error')\n"
         "import te_mx, torch\n"
-        "from te_mx.backends import cpu\n"
+        "from te_mx.backends.cpu import binding as cpu\n"
         "print(cpu.missing_reason())\n"
         "warnings.simplefilter('ignore')\n"
         "q = te_mx.quantize(torch.randn(4, 40), columnwise=True)\n"

@@ -20,7 +20,7 @@ from te_mx.backends import base
 from te_mx.backends.base import BLOCK_ROWS
 from te_mx.backends.native import record_of
 from te_mx.dispatch.registry import forget
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 KERNELS = (
@@ -44,9 +44,9 @@ _STATUS = {
     3: "a native kernel found its workspace too small",
 }
 
-# A packed operand starts with this header: magic, kernel, role, rows, k, bytes. So it is never read
-# by another kernel, and a piece of one by none.
-_HEADER = struct.Struct("<8siiqqq24x")
+# A packed operand starts with this header: magic, kernel, role, rows, k, groups (0: it is none of
+# several), bytes. So it is never read by another kernel, and a piece of one by none.
+_HEADER = struct.Struct("<8siiqqqq16x")
 _MAGIC = b"te_mx.pk"
 HEADER_BYTES = _HEADER.size  # 64: keeps the payload on a cache line
 WIDE_SPREAD = 83  # as kWideSpread in cpu.h; a test compares them
@@ -139,31 +139,38 @@ def packed_bytes(kernel: str, role: str, rows: int, k: int, fmt: str = "e4m3") -
     return HEADER_BYTES + nbytes if nbytes else 0
 
 
-def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
-    """Write the packed form into uint8 [packed_bytes]; False when the native code does not."""
+def pack(operand: Operand | Stack, kernel: str, role: str, packed: Tensor, stride: int = 0) -> bool:
+    """Write the packed form into uint8 [packed_bytes], or those of groups, this many bytes apart,
+    behind one header; False when the native code does not."""
+    groups = operand.groups if isinstance(operand, Stack) else 0
     kernel_id, native_role = KERNEL_IDS[kernel], ROLES[role]
     address, size = packed.data_ptr(), packed.numel()
-    header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k, size)
+    header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k, groups, size)
     ctypes.memmove(address, header, HEADER_BYTES)
     args = _native.PackArgs(
         operand=record_of(_native, operand), role=native_role, out_codes=address + HEADER_BYTES,
         kernel=kernel_id, threads=torch.get_num_threads(),
     )  # fmt: skip
-    status = _native.pack(args)
-    return supported(status)
+    if groups:
+        args.groups_count, args.out_stride = groups, stride
+    return supported(_native.pack_many(args) if groups else _native.pack(args))
 
 
-def packed_at(packed: Tensor | None, form: tuple[int, int, int, int]) -> int:
-    """Where a packed operand of (kernel, role, rows, k) lies; 0 for that of another one."""
+def packed_at(packed: Tensor | None, form: tuple[int, ...]) -> int:
+    """Where a packed operand of (kernel, role, rows, k), of several with their number, lies; 0 for
+    that of another one."""
     if packed is None or packed_for(packed) != form:
         return 0
     return packed.data_ptr() + HEADER_BYTES
 
 
-def packed_for(packed: Tensor) -> tuple[int, int, int, int] | None:
-    """(kernel, role, rows, k) of a packed operand; None when it cannot be used where it lies."""
+def packed_for(packed: Tensor) -> tuple[int, ...] | None:
+    """What a packed operand is of, in the words of `packed_at`; None when it cannot be used where
+    it lies, as after a hook of saved tensors."""
     address = packed.data_ptr()
     if address % HEADER_BYTES or packed.numel() <= HEADER_BYTES or not packed.is_contiguous():
         return None
-    magic, *found, size = _HEADER.unpack(ctypes.string_at(address, HEADER_BYTES))
-    return tuple(found) if magic == _MAGIC and size == packed.numel() else None
+    magic, *found, groups, size = _HEADER.unpack(ctypes.string_at(address, HEADER_BYTES))
+    if magic != _MAGIC or size != packed.numel():
+        return None
+    return (*found, groups) if groups else tuple(found)

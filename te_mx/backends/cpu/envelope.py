@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
-from te_mx.backends.native import BLOCKWISE, COLUMNWISE, FORMATS, FP4, RULES, unknown
+from te_mx.backends.native import BLOCKWISE, COLUMNWISE, MX, unknown
 from te_mx.dispatch.problem import Problem
 
 LAYOUTS = ("rows", "cols")
-MX = FORMATS + FP4
-MX_RULES = (*RULES, "even")
 
 
 def why_not(
@@ -26,7 +24,7 @@ def why_not(
     if problem.place.level < 0:
         return "needs the native module"
     formats = MX + BLOCKWISE * blockwise + COLUMNWISE * columnwise
-    return unknown(problem, (*LAYOUTS, *more), formats, MX_RULES, random)
+    return unknown(problem, (*LAYOUTS, *more), formats, random)
 
 
 def why_not_empty(problem: Problem) -> str | None:

@@ -6,18 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, pointer, why_not_dtype
+from te_mx.backends.base import FLOAT_DTYPES, set_epilogue, why_not_dtype
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.frozen import OneCopy
-from te_mx.backends.cpu.gemm import PANELS
+from te_mx.backends.cpu.gemm import PANELS, run
 from te_mx.backends.native import fields_of
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import FROZEN_ROWS, STREAM_ROWS, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import ROWS, spec_of
 from te_mx.layouts.operand import Operand
-from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
 
 # Beyond, decoding once for all rows and torch's product are faster.
@@ -51,7 +51,7 @@ class AsTheyAre:
         x, weight, bias_N, out_dtype, *more = call
         if any(one is not None for one in more) or not isinstance(weight, Operand):
             return None
-        (m, n, k), native = self.sizes, self.native
+        m, n, k = self.sizes
         x_MK = x.reshape(m, k)
         if x_MK.stride(1) != 1:
             x_MK = x_MK.contiguous()
@@ -61,17 +61,9 @@ class AsTheyAre:
             rhs_codes=weight.codes.data_ptr(), rhs_scales=weight.scales.data_ptr(),
             out_dtype=FLOAT_DTYPES[out_dtype], threads=torch.get_num_threads(),
         )  # fmt: skip
-        if bias_N is not None:
-            bias_N = bias_N.contiguous()
-            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
-        nbytes = args.workspace_bytes = native.workspace_bytes(args)
-        scratch = workspace.acquire(CPU, nbytes)
-        args.workspace = pointer(scratch)
-        status, ran = native.gemm(args)
-        workspace.release(scratch, nbytes)
-        if status and not binding.supported(status):
-            return None
-        return y_MN.view(*x.shape[:-1], n), binding.KERNELS[ran]
+        _alive = set_epilogue(args, Epilogue(bias_N), None)
+        ran = run(self.native, args)
+        return None if ran is None else (y_MN.view(*x.shape[:-1], n), ran)
 
 
 class AsIs(OneCopy):

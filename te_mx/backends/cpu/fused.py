@@ -9,9 +9,9 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not, why_not_empty
+from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.quantize import set_outputs
-from te_mx.backends.native import BLOCKWISE, fields_to, is_native
+from te_mx.backends.native import BLOCKWISE, MX, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormStep, Target
@@ -37,7 +37,7 @@ class _Ends:
     def __init__(self, p: Problem) -> None:
         self.native, self.specs = binding.native(), (p.lhs, p.rhs)
         lie = p.lhs.partition("@")[2] in ("", "rows") and p.rhs.partition("@")[2] in ("", "cols")
-        self.known = lie and is_native(Target(p.lhs, p.rhs, p.rule), MX + BLOCKWISE, MX_RULES)
+        self.known = lie and is_native(Target(p.lhs, p.rhs, p.rule), MX + BLOCKWISE)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if self.known else {}
 
 

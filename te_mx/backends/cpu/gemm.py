@@ -10,8 +10,8 @@ from torch import Tensor
 
 from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, pointer, set_epilogue
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import MX, why_not, why_not_level
-from te_mx.backends.native import fields_of, words_of
+from te_mx.backends.cpu.envelope import why_not, why_not_level
+from te_mx.backends.native import MX, fields_of, words_of
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import INVARIANT, STREAM_ROWS, Problem
@@ -20,6 +20,19 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU, in_huge_pages
+
+
+def run(native: Any, args: Any) -> str | None:
+    """Run a product, whose record has no workspace yet: the name of the kernel that ran, None for
+    what native code does not take."""
+    nbytes = native.workspace_bytes(args)
+    scratch = workspace.acquire(CPU, nbytes)
+    args.workspace, args.workspace_bytes = pointer(scratch), nbytes
+    status, ran = native.gemm(args)
+    workspace.release(scratch, nbytes)
+    if status and not binding.supported(status):
+        return None
+    return binding.KERNELS[ran]
 
 
 class Products:
@@ -41,14 +54,8 @@ class Products:
 
     def __call__(self, p: Product) -> Ran | None:
         args, bias_grad, _alive = self.filled(p)
-        nbytes = self.native.workspace_bytes(args)
-        scratch = workspace.acquire(CPU, nbytes)
-        args.workspace, args.workspace_bytes = pointer(scratch), nbytes
-        status, ran = self.native.gemm(args)
-        workspace.release(scratch, nbytes)
-        if status and not binding.supported(status):
-            return None
-        return Ran(binding.KERNELS[ran], bias_grad)
+        ran = run(self.native, args)
+        return None if ran is None else Ran(ran, bias_grad)
 
     def filled(self, p: Product) -> tuple[Any, Tensor | None, object]:
         """The record of a call without a workspace, the bias gradient that it fills, and what must

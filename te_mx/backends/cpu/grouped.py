@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from typing import Any
 
 import torch
@@ -11,10 +9,10 @@ from torch import Tensor
 
 from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
+from te_mx.backends.cpu.binding import HEADER_BYTES, KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.cpu.quantize import empty_operand
+from te_mx.backends.cpu.quantize import set_outputs
 from te_mx.backends.native import (
     fields_to,
     one_read,
@@ -38,11 +36,6 @@ from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import cpu_memory, workspace
 from te_mx.runtime.cpu_memory import CPU
 
-# What the packed forms of several groups start with: magic, kernel, role, groups, rows, k, stride.
-_HEADER = struct.Struct("<8siiqqqq16x")
-_MAGIC = b"te_mx.pg"
-HEADER_BYTES = _HEADER.size  # 64
-
 
 def _strided(x: Tensor) -> tuple[Tensor, dict[str, int]]:
     """x with rows or columns that lie next to each other, as the quantizer reads them, and what a
@@ -65,31 +58,15 @@ def _groups(bounds: Bounds) -> tuple[Any, Any]:
 def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
     """The tokens of all groups; None for what native code does not take."""
     _, _, row_spec, col_spec, rule, col_sum, seed = what
-    (rows, cols), groups, native = what.x.shape, len(bounds.ends), binding.native()
+    native = binding.native()
     _x, source = _strided(what.x)
     args = native.GroupedQuantizeArgs(
         seed=pointer(seed), threads=torch.get_num_threads(), **source,
         **fields_to(row_spec, col_spec, rule),
     )  # fmt: skip
-    row = col = sums = partial = None
-    if row_spec:
-        row = empty_operand(row_spec, rows, cols)
-        args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
-    if col_spec:
-        fmt, layout = spec_of(col_spec)
-        codes, scales = layout.grouped_shapes(fmt, cols, rows, groups)
-        made = torch.empty(scales, dtype=fmt.scaling.storage, device=CPU)
-        col = Operand(cpu_memory.empty(codes, torch.uint8), made, col_spec, cols, rows)
-        args.col_codes, args.col_scales = col.codes.data_ptr(), made.data_ptr()
-    if col_sum:
-        sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
-        parts = rows // native.COL_SUM_ROWS + groups, cols
-        partial = torch.empty(parts, dtype=torch.float32, device=CPU)
-        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-    args.groups, keep = _groups(bounds)
-    status = native.quantize_grouped(args)
-    del keep
-    return Quantized(row, col, sums) if supported(status) else None
+    made, _partial = set_outputs(args, row_spec, col_spec, what.x.shape, col_sum, len(bounds.ends))
+    args.groups, _keep = _groups(bounds)
+    return made if supported(native.quantize_grouped(args)) else None
 
 
 # --------------------------------------------------------------------------------------------- pack
@@ -106,30 +83,17 @@ def pack(stack: Stack, kernel: str) -> Tensor | None:
     stride = packed_stride(kernel, stack)
     if stride == 0:
         return None
-    groups, native = stack.groups, binding.native()
-    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=torch.uint8, device=CPU)
-    head = _HEADER.pack(_MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, stack.rows, stack.k, stride)
-    packed[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    args = native.PackArgs(
-        operand=record_of(native, stack), role=ROLES["a"], groups_count=groups,
-        out_codes=packed.data_ptr() + HEADER_BYTES, out_stride=stride, kernel=KERNEL_IDS[kernel],
-        threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return packed if supported(native.pack_many(args)) else None
+    packed = torch.empty(HEADER_BYTES + stack.groups * stride, dtype=torch.uint8, device=CPU)
+    return packed if binding.pack(stack, kernel, "a", packed, stride) else None
 
 
 def _packed_for(packed: Tensor | None, kernel: int, stack: Stack) -> tuple[int, int]:
     """(address, stride) of packed forms that this kernel reads for these weights, or zeros."""
-    if packed is None or packed.data_ptr() % HEADER_BYTES or packed.numel() <= HEADER_BYTES:
+    form = kernel, ROLES["a"], stack.rows, stack.k, stack.groups
+    at = binding.packed_at(packed, form)
+    if packed is None or not at:
         return 0, 0
-    if not packed.is_contiguous():  # as a hook of saved tensors may return it
-        return 0, 0
-    magic, *found, stride = _HEADER.unpack(ctypes.string_at(packed.data_ptr(), HEADER_BYTES))
-    if magic != _MAGIC or found != [kernel, ROLES["a"], stack.groups, stack.rows, stack.k]:
-        return 0, 0
-    if packed.numel() != HEADER_BYTES + stack.groups * stride:  # a piece of one
-        return 0, 0
-    return packed.data_ptr() + HEADER_BYTES, stride
+    return at, (packed.numel() - HEADER_BYTES) // stack.groups
 
 
 # --------------------------------------------------------------------------------------------- gemm

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from te_mx.backends.base import FLOAT_DTYPES, pointer, typed_address
+from te_mx.backends.base import pointer
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.grouped import few_and_many, names_of
-from te_mx.backends.native import record_of
+from te_mx.backends.native import routed_record
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import INVARIANT, Problem
@@ -28,20 +28,12 @@ def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
     """Write the routed rows of p.out, whose lists the native code reads; the names of the kernels
     that ran. kernels: as of GroupedGemmCall."""
     native = binding.native()
-    ids, experts, count, block_m, a_div, _ = p.routing
-    bias = None if p.bias is None else p.bias.contiguous()
-    weights = None if p.weights is None else p.weights.contiguous()
-    many, few = kernels
-    args = native.MoeGemmArgs(
-        lhs=record_of(native, p.lhs), rhs=record_of(native, p.rhs), experts=p.rhs.groups,
-        sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
-        num_tokens_post_padded=count.data_ptr(), positions=0 if ids is None else len(ids),
-        blocks=len(experts), routed=len(p.out), block_m=block_m, a_div=a_div,
-        weights=pointer(weights), out=p.out.data_ptr(), out_dtype=FLOAT_DTYPES[p.out.dtype],
-        kernel=binding.KERNEL_IDS[many], few_rows_kernel=binding.KERNEL_IDS[few],
-        threads=torch.get_num_threads(), invariant=p.mode.precision == INVARIANT,
+    ids, (many, few) = p.routing.sorted_token_ids, kernels
+    args, _keep = routed_record(
+        native, p, positions=0 if ids is None else len(ids), kernel=binding.KERNEL_IDS[many],
+        few_rows_kernel=binding.KERNEL_IDS[few], threads=torch.get_num_threads(),
+        invariant=p.mode.precision == INVARIANT,
     )  # fmt: skip
-    args.bias, args.bias_dtype = typed_address(bias)
     nbytes = native.moe_workspace_bytes(args)
     scratch = workspace.acquire(CPU, nbytes)
     args.workspace, args.workspace_bytes = pointer(scratch), nbytes

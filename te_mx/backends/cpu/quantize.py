@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,10 +51,13 @@ def _across(spec: str) -> str:
     return f"{name.replace('128x1', '1x128')}@{'cols' if layout == 'rows' else 'rows'}"
 
 
-def empty_operand(spec: str, rows: int, k: int) -> Operand:
-    """An operand to write."""
+def empty_operand(spec: str, rows: int, k: int, groups: int | None = None) -> Operand:
+    """An operand to write; with a number of groups, that of tokens in groups."""
     fmt, layout = spec_of(spec)
-    codes, scales = layout.shapes(fmt, rows, k)
+    if groups is None:
+        codes, scales = layout.shapes(fmt, rows, k)
+    else:
+        codes, scales = layout.grouped_shapes(fmt, rows, k, groups)
     return Operand(
         cpu_memory.empty(codes, _U8),
         torch.empty(scales, dtype=fmt.scaling.storage, device=CPU), spec, rows, k,
@@ -61,22 +65,23 @@ def empty_operand(spec: str, rows: int, k: int) -> Operand:
 
 
 def set_outputs(
-    args: Any, row: str, col: str, sizes: tuple[int, int], col_sum: bool
+    args: Any, row: str, col: str, sizes: Sequence[int], col_sum: bool, groups: int | None = None
 ) -> tuple[Quantized, Tensor | None]:
-    """Write into a native record where what is made of a matrix goes: the operands and sums that
-    it fills, and scratch memory."""
+    """Write into a native record where what is made of a matrix, or of one in so many groups, goes:
+    the operands and sums that it fills, and scratch memory."""
     made_row = made_col = sums = partial = None
     rows, cols = sizes
     if row:
-        made_row = empty_operand(row, rows, cols)
+        made_row = empty_operand(row, rows, cols, groups)
         args.row_codes, args.row_scales = made_row[0].data_ptr(), made_row[1].data_ptr()
     if col:
-        made_col = empty_operand(col, cols, rows)
+        made_col = empty_operand(col, cols, rows, groups)
         args.col_codes, args.col_scales = made_col[0].data_ptr(), made_col[1].data_ptr()
     if col_sum:
-        sums = torch.empty(cols, dtype=torch.float32, device=CPU)
-        parts = -(-rows // binding.native().COL_SUM_ROWS), cols
-        partial = torch.empty(parts, dtype=torch.float32, device=CPU)
+        each, many = binding.native().COL_SUM_ROWS, () if groups is None else (groups,)
+        sums = torch.empty((*many, cols), dtype=torch.float32, device=CPU)
+        parts = -(-rows // each) if groups is None else rows // each + groups
+        partial = torch.empty((parts, cols), dtype=torch.float32, device=CPU)
         args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
     return Quantized(made_row, made_col, sums), partial
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_mx.backends.cpu import missing_reason
+from te_mx.backends.cpu.binding import missing_reason
 from te_mx.backends.reference import Reference, torch_gemm
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import Problem

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, why_forced
+from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import streams
@@ -108,8 +109,13 @@ def _room(spec: str, rows: int, k: int) -> tuple[Any, ...]:
     return (height, ld), scales, width, layout.scales_dtype(fmt)
 
 
-def empty_operand(spec: str, rows: int, k: int, device: torch.device) -> Operand:
-    """An operand to write."""
+def empty_operand(
+    spec: str, rows: int, k: int, device: torch.device, groups: int | None = None
+) -> Operand:
+    """An operand to write; with a number of groups, that of tokens in groups."""
+    if groups is not None:
+        fmt, layout = spec_of(spec)
+        return Operand(*layout.grouped_empty(fmt, rows, k, groups, device), spec, rows, k)
     shape, scales, width, dtype = _room(spec, rows, k)
     codes = torch.empty(shape, dtype=torch.uint8, device=device)
     if shape[1] != width:
@@ -127,21 +133,26 @@ def empty_stack(spec: str, groups: int, rows: int, k: int, device: torch.device)
 
 def set_outputs(
     args: Any, row: str, col: str, shape: tuple[int, int], device: torch.device, col_sum: bool,
-    sum_dtype: torch.dtype = torch.float32,
+    sum_dtype: torch.dtype = torch.float32, groups: int | None = None,
 ) -> tuple[Quantized, Tensor | None]:  # fmt: skip
-    """Write into a native record where what is made of a matrix goes: the operands and sums that
-    it fills, and scratch memory. What they are, the record says already (`fields_to`)."""
+    """Write into a native record where what is made of a matrix, or of one in so many groups, goes:
+    the operands and sums that it fills, and scratch memory. What they are, the record says already
+    (`fields_to`)."""
     made_row = made_col = sums = partial = None
     rows, cols = shape
     if row:
-        made_row = empty_operand(row, rows, cols, device)
+        made_row = empty_operand(row, rows, cols, device, groups)
         args.row_codes, args.row_scales = made_row[0].data_ptr(), made_row[1].data_ptr()
     if col:
-        made_col = empty_operand(col, cols, rows, device)
+        made_col = empty_operand(col, cols, rows, device, groups)
         args.col_codes, args.col_scales = made_col[0].data_ptr(), made_col[1].data_ptr()
     if col_sum:
-        sums = torch.empty(cols, dtype=sum_dtype, device=device)
-        partial = torch.empty(((rows + 127) // 128, cols), dtype=torch.float32, device=device)
-        args.col_sum, args.col_sum_dtype = sums.data_ptr(), FLOAT_DTYPES[sum_dtype]
-        args.col_sum_ws = partial.data_ptr()
+        many, tiles = () if groups is None else (groups,), (rows + 127) // 128
+        if groups is None:
+            args.col_sum_dtype = FLOAT_DTYPES[sum_dtype]
+        else:
+            tiles = group_tiles(rows, groups)
+        sums = torch.empty((*many, cols), dtype=sum_dtype, device=device)
+        partial = torch.empty((tiles, cols), dtype=torch.float32, device=device)
+        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
     return Quantized(made_row, made_col, sums), partial

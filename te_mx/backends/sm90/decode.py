@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from te_mx import layouts
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, why_not_dtype
 from te_mx.backends.base import FORMATS as FORMAT_IDS
-from te_mx.backends.native import FORMATS, words_of
+from te_mx.backends.native import FORMATS, MX, words_of
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
-from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.layouts import SM90_FACTORS, SM90_FROZEN
 from te_mx.backends.sm90.layouts.tiles import BLOCK, MAX_SPREAD, TILE, tile_element
 from te_mx.dispatch.fused import ACT_IDS

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from te_mx.backends.native import FORMATS, FP4, RULES, unknown
+from te_mx.backends.native import FP4, MX, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 
-MX = FORMATS + FP4
-MX_RULES = (*RULES, "even")
 COUNTED = ("gemm", "gemm_rows", "gemm_k", "linear")  # ops whose kernels count sizes in 32 bits
 
 
@@ -22,7 +20,7 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
     reason = binding.problem(place.index)
     if reason is not None:
         return reason
-    reason = unknown(problem, layouts, formats, MX_RULES)
+    reason = unknown(problem, layouts, formats)
     if reason is not None:
         return reason
     if problem.empty:

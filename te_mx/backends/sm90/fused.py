@@ -11,12 +11,12 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import matrix, pointer, why_not_dtype
-from te_mx.backends.native import FP4, fields_to, is_native
+from te_mx.backends.native import FP4, MX, fields_to, is_native
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.binding import rows_of
 from te_mx.backends.sm90.blockwise import makes_both
-from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
+from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import (
     ACT_IDS,
@@ -45,7 +45,7 @@ def makes(row: str, col: str, rule: str, dtype: torch.dtype, norm: bool = False)
         return False
     if formats == {BLOCKWISE}:
         return dtype == torch.bfloat16 and makes_both(row, col, rule) is None
-    known = is_native(Target(row, col, rule), MX, MX_RULES)
+    known = is_native(Target(row, col, rule), MX)
     return known and (dtype == torch.bfloat16 or not formats & set(FP4))
 
 

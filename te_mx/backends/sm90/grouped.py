@@ -29,7 +29,6 @@ from te_mx.backends.sm90.envelope import (
     why_not_weights,
 )
 from te_mx.backends.sm90.gemm import ADAPTIVE
-from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.backends.sm90.quantize import sums_too, why_not_randomly
 from te_mx.dispatch.grouped_calls import (
     GroupedK,
@@ -85,11 +84,6 @@ def groups_of(offs: Tensor, capacity: int, rows: int) -> Any:
     )  # fmt: skip
 
 
-def _empty_tokens(spec: str, rows: int, k: int, groups: int, device: torch.device) -> Operand:
-    fmt, layout = spec_of(spec)
-    return Operand(*layout.grouped_empty(fmt, rows, k, groups, device), spec, rows, k)
-
-
 def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
     """Write where one direction goes into a native record."""
     setattr(args, f"{side}_codes", to.codes.data_ptr())
@@ -119,23 +113,10 @@ def quantize_groups(what: QuantizeGroups, gather: Tensor | None = None) -> Quant
 
 
 def set_outputs(
-    args: Any, row_spec: str, col_spec: str, shape: tuple[int, int], offs: Tensor, col_sum: bool
+    args: Any, row: str, col: str, shape: tuple[int, int], offs: Tensor, col_sum: bool
 ) -> tuple[Quantized, Tensor | None]:
-    """Write into a native record where what is made of a matrix in groups goes: the operands and
-    sums that it fills, and scratch memory. offs: their ends on the device."""
-    row = col = sums = partial = None
-    (rows, cols), groups, device = shape, len(offs), offs.device
-    if row_spec:
-        row = _empty_tokens(row_spec, rows, cols, groups, device)
-        _set_side(args, "row", row)
-    if col_spec:
-        col = _empty_tokens(col_spec, cols, rows, groups, device)
-        _set_side(args, "col", col)
-    if col_sum:
-        sums = torch.empty((groups, cols), dtype=torch.float32, device=device)
-        partial = torch.empty((group_tiles(rows, groups), cols), dtype=torch.float32, device=device)
-        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-    return Quantized(row, col, sums), partial
+    """As of one matrix; offs: the ends of its groups on the device."""
+    return binding.set_outputs(args, row, col, shape, offs.device, col_sum, groups=len(offs))
 
 
 def sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:

@@ -27,6 +27,7 @@ from te_mx.backends.sm90.envelope import (
 )
 from te_mx.backends.sm90.grouped import (
     HopperGemmK,
+    HopperGemmRows,
     HopperMoveEnds,
     HopperQuantizeGroups,
     HopperQuantizeWeights,
@@ -40,7 +41,7 @@ from te_mx.backends.sm90.layouts.factors import (
     factors_of_tiles,
 )
 from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.kernels import Wants
 from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -86,17 +87,14 @@ def _factors_of(stack: Stack) -> Stack:
     return Stack(*parts, f"{fmt.name}@{LAYOUT}", groups, rows, k)
 
 
-class BlockwiseGemmRows(Kernel):
+class BlockwiseGemmRows(HopperGemmRows):
     """Tokens packed by groups; weights packed, or plain ones whose scales are reordered first."""
 
-    op, name, rank, invariant = "gemm_rows", NAME, 2, True
+    name, rank, invariant = NAME, 2, True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not_each(problem, (ROWS,), (LAYOUT, ALIGNED, "rows", "cols"), FORMATS)
         return reason or not_adaptive(problem, INVARIANT) or why_not_sides(problem)
-
-    def note(self, problem: Problem) -> str:
-        return "one launch for all groups, wherever m_splits lies"
 
     def wants(self, problem: Problem) -> Wants:
         return Wants(ROWS, columns_for(problem, COLUMNS, f"{ALIGNED_COLUMNS}:{problem.spread}"))

@@ -3,7 +3,7 @@ kernels on the same bytes, as sequences (sequence.py) with what only they read i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -398,7 +398,9 @@ class Plan(LayerPlan):
         others = torch.empty(room.others, dtype=_U8, device=device) if room.others else None
         work = torch.empty(self.work, dtype=_U8, device=device)
         x, x_stride = _rows(x, p.first.k)
-        w, _alive = _forward_addresses(weights)
+        w, _alive = _addresses(
+            [one.row if isinstance(one, Weight) else (one, None) for one in weights]
+        )
         b = [None if one is None else one.contiguous() for one in biases]
         b1, b2 = (0 if one is None else one.data_ptr() for one in b)
         status = self.sequence.run(
@@ -429,7 +431,7 @@ class Plan(LayerPlan):
             return None
         x, shape, norm_weight = given
         g, g_stride = _rows(g, self.n)
-        w, _alive = _backward_addresses(weights)
+        w, _alive = _addresses(zip(weights[::2], weights[1::2], strict=True))
         work = torch.empty(made[1], dtype=_U8, device=device)
         dx = norm = None
         x_at = x_stride = scale_at = norm_at = 0
@@ -526,26 +528,14 @@ def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
     return x_MK, x_MK.stride(0)
 
 
-def _forward_addresses(weights: Sequence[Tensor | Weight]) -> tuple[list[int], list[Tensor]]:
-    """Of every weight two arguments; and what must live until the call is enqueued."""
+def _addresses(
+    weights: Iterable[tuple[Tensor | None, Tensor | None]],
+) -> tuple[list[int], list[Tensor]]:
+    """Two arguments of every weight, and what must live until the call is enqueued. weights: codes
+    and scales, or values and None."""
     found: list[int] = []
     alive: list[Tensor] = []
-    for weight in weights:
-        if isinstance(weight, Weight):
-            codes, scales = weight.row
-            assert scales is not None
-            found += codes.data_ptr(), scales.data_ptr()
-        else:
-            alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
-            found += alive[-1].data_ptr(), alive[-1].stride(0)
-    return (found if len(found) == 4 else [*found, 0, 0]), alive
-
-
-def _backward_addresses(weights: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
-    """The same of weights, or columns of weights, that were saved."""
-    found: list[int] = []
-    alive: list[Tensor] = []
-    for weight, scales in zip(weights[::2], weights[1::2], strict=True):
+    for weight, scales in weights:
         if weight is None:
             found += 0, 0
         elif scales is not None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.linear_calls import ALIGNMENT, Calls, Form, Shape, Specs, form_of
+from te_mx.backends.native import MX
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.backends.sm90 import blockwise
-from te_mx.backends.sm90.envelope import MX, not_adaptive, why_not, why_not_second
+from te_mx.backends.sm90.envelope import not_adaptive, why_not, why_not_second
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch.linear import LinearKernel, LinearPlan, LinearProblem

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import pointer, typed_address
-from te_mx.backends.native import FORMATS, record_of
+from te_mx.backends.base import pointer
+from te_mx.backends.native import FORMATS, routed_record
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.grouped import pack_weights
@@ -66,18 +66,8 @@ class HopperMoeGemm(Kernel):
 
     def run(self, p: RoutedGemm) -> str | None:
         native = binding.native()
-        ids, experts, count, block_m, a_div, _ = p.routing
-        bias = None if p.bias is None else p.bias.contiguous()
-        weights = None if p.weights is None else p.weights.contiguous()
-        args = native.MoeGemmArgs(
-            lhs=record_of(native, p.lhs), rhs=record_of(native, p.rhs), experts=p.rhs.groups,
-            sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
-            num_tokens_post_padded=count.data_ptr(),
-            positions=len(p.out) if ids is None else len(ids), blocks=len(experts),
-            routed=len(p.out), block_m=block_m, a_div=a_div, weights=pointer(weights),
-            out=p.out.data_ptr(), out_dtype=DTYPES[p.out.dtype],
-        )  # fmt: skip
-        args.bias, args.bias_dtype = typed_address(bias)
+        ids = p.routing.sorted_token_ids
+        args, _keep = routed_record(native, p, positions=len(p.out) if ids is None else len(ids))
         binding.set_execution(args, p.out.device.index)
         return self.name if binding.supported(native.moe_gemm(args)) else None
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import LAYOUTS, pointer, why_not_dtype
-from te_mx.backends.native import FP4, fields_of, fields_to, one_read, record_of, words_of
+from te_mx.backends.native import FP4, MX, fields_of, fields_to, one_read, record_of, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import MX, why_not, why_not_each
+from te_mx.backends.sm90.envelope import why_not, why_not_each
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem

@@ -39,7 +39,7 @@ def why_not(problem: Problem, formats: tuple[str, ...] = MX + BLOCKWISE) -> str 
     device = problem.place.device
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
-    reason = missing() or unknown(problem, LAYOUTS, formats, RULES)
+    reason = missing() or unknown(problem, LAYOUTS, formats)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:

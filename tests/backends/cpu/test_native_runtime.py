@@ -194,7 +194,7 @@ def test_threads_of_small_stacks() -> None:
 
 @pytest.mark.parametrize("level", cpu.available_isa())
 def test_environment_chooses_the_level(level: str) -> None:
-    code = "from te_mx.backends import cpu; cpu.native(); print(cpu.ISA_LEVELS[cpu.isa()])"
+    code = "from te_mx.backends.cpu.binding import ISA_LEVELS, isa; print(ISA_LEVELS[isa()])"
     result = python(code, TE_MX_CPU_ISA=level)
     assert result.stdout.strip() == level, result.stderr
 
@@ -211,7 +211,9 @@ def test_unknown_level_in_the_environment() -> None:
 
 @pytest.mark.skipif("amx" in cpu.available_isa(), reason="this CPU has every level")
 def test_level_above_the_cpu_in_the_environment() -> None:
-    result = python("from te_mx.backends import cpu; cpu.native()", TE_MX_CPU_ISA="amx")
+    result = python(
+        "from te_mx.backends.cpu import binding as cpu; cpu.native()", TE_MX_CPU_ISA="amx"
+    )
     assert result.returncode != 0
     assert "highest level here" in result.stderr
 

@@ -184,7 +184,7 @@ def test_packed_tokens_need_the_native_quantizer_where_the_device_knows_splits(
 ) -> None:
     hide_splits(monkeypatch)
     monkeypatch.setattr("te_mx.backends.reference.grouped.known_to_host", lambda offs: False)
-    monkeypatch.setattr("te_mx.backends.sm90.envelope.MX_RULES", ("rceil", "floor"))
+    monkeypatch.setattr("te_mx.backends.native.RULES", ("rceil", "floor"))
     with pytest.raises(ValueError, match="only Hopper kernels write mxfp8_e4m3@sm90_rows:8"):
         quantize_grouped(
             torch.randn(9, 64), Groups(torch.tensor([4, 9])), f"{E4M3}@sm90_rows:8", rule="even"

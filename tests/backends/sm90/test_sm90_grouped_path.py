@@ -109,7 +109,7 @@ def test_exact_layers_run_one_group_after_the_other(hopper, stacked: bool, sizes
 @pytest.mark.filterwarnings("ignore:te_mx runs quantize on:te_mx.FallbackWarning")
 def test_a_rule_that_the_quantizer_does_not_know(hopper, monkeypatch) -> None:
     """Tokens then lie plain, and groups run one after the other."""
-    monkeypatch.setattr("te_mx.backends.sm90.envelope.MX_RULES", ("rceil", "floor"))
+    monkeypatch.setattr("te_mx.backends.native.RULES", ("rceil", "floor"))
     layer, x = te_mx.GroupedLinear(3, 70, 48), torch.randn(60, 70)
     with te_mx.autocast(recipe=te_mx.recipe.BlockScaling(scale_rule="even")):
         assert_same_as_loop(layer, loop_of(layer), x, [20, 0, 33])
