@@ -11,6 +11,7 @@ struct DecodeTask {
   DecodeCodes w;
   DecodeSplit split;
   DecodeRows rows;
+  const int32_t* from = nullptr;  // rows of x, of wide kernels alone
   int64_t n = 0, k = 0;
   void* workspace = nullptr;
   void* stream = nullptr;
@@ -79,9 +80,10 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
   return run_decode_narrow<kFmt, false, kFactors>(t, rows);
 }
 
-// wide_kernel, of one matrix of MXFP8 in tiles; spread: the octaves that blocks of a row of x may
-// be apart. unsupported: a part of k is too long.
+// wide_kernel, of one matrix of MXFP8 in tiles, and wide_fp4_kernel, of plain MXFP4; spread: the
+// octaves that blocks of a row of x may be apart. unsupported: a part of k is too long.
 Status run_wide(const DecodeTask& t, int spread, int sms);
+Status run_wide_e2m1(const DecodeTask& t, int spread, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
 Status run_decode_e2m1(const DecodeTask& t, bool halves);

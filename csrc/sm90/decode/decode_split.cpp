@@ -139,10 +139,10 @@ int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
     few = quads * (decode_input_bytes(kept, true) + decode_scale_bytes(kept)) *
           decode_blocks(m, groups, kept);
   }
-  if (groups > 0) return few;
-  const int64_t blocks = ceil_div(m, wide_rows(m));
+  const int rows_wide = wide_rows(m, groups);
+  const int64_t blocks = decode_blocks(m, groups, rows_wide);
   const int64_t wide =
-      quads * (blocks * kMostPasses * aligned_bytes(wide_rows(m)) + ceil_div(m, 16));
+      quads * blocks * (kMostPasses * aligned_bytes(rows_wide) + (rows_wide + 15) / 16);
   return std::max(few, wide);
 }
 

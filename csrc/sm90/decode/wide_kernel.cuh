@@ -1,7 +1,8 @@
 // Rows of x times MXFP8 weights that stand still in tiles (sm90_layout.h), of which a CTA has 128
 // rows: out[row, n] = sum over k of x[row, k] w[n, k].
 //
-// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster. The transposed product on
+// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster; of groups of rows, with a
+// weight each, y = blocks (decode_rows.cuh). The transposed product on
 // wgmma: weights are operand A, from shared memory as they came; x, aligned for 128 of k
 // (aligned_rows.cuh), is operand B, so that a tile of one scale for a row has one sum of a quad to
 // go to fp32. CTAs of a cluster have parts of k, whose sums go to the CTA that adds them up, in
@@ -38,31 +39,38 @@ struct WideParams {
 
 // Where things lie in shared memory. x: of a CTA that makes it, codes of all quads, then scales.
 struct WideRoom {
-  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, bytes;
+  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, tables_at, bytes;
 };
 
 // kMakes: every CTA makes its x.
 template <int kCols, bool kMakes>
 struct WideMath {
-  static constexpr int kX = kCols, kFloats = kCols / 2;
+  static constexpr int kX = kCols, kFloats = kCols / 2, kCtas = 2;
+  static constexpr int kThreads = kWideThreads;
   static constexpr bool kMakesX = kMakes;
   static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
   // Of a stage, with prepared x; beside it scales of both.
   static constexpr int kStage = kWideWeights + (kMakesX ? 0 : kCodes);
   static constexpr int kBeside = kWideWords + (kMakesX ? 0 : kScales);
-
-  __host__ __device__ static constexpr WideRoom room(int stages, int cluster, int quads) {
-    WideRoom r{};
-    r.x_at = stages * kStage;
-    r.sums_at = r.x_at + (kMakesX ? quads * kCodes : 0);
-    r.x_scales_at = r.sums_at + (kCols + cluster - 1) / cluster * cluster * 512;
-    r.beside_at = r.x_scales_at + (kMakesX ? quads * kScales : 0);
-    r.passes_at = r.beside_at + stages * kBeside;
-    r.bars_at = r.passes_at + (quads + 1) / 2 * 8;
-    r.bytes = r.bars_at + (2 * kWideMostStages + 2) * 8;
-    return r;
-  }
+  static constexpr int kArrivals = 1;  // at the barrier of a stage
+  static constexpr int kPassLists = 1, kTables = 0;
+  static constexpr bool kNibbles = false;
 };
+
+template <class Math>
+__host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int quads) {
+  WideRoom r{};
+  r.x_at = stages * Math::kStage;
+  r.sums_at = r.x_at + (Math::kMakesX ? quads * Math::kCodes : 0);
+  r.x_scales_at = r.sums_at + (Math::kX + cluster - 1) / cluster * cluster * 512;
+  r.beside_at = r.x_scales_at + (Math::kMakesX ? quads * Math::kScales : 0);
+  r.passes_at = r.beside_at + stages * Math::kBeside;
+  r.bars_at = r.passes_at + (Math::kPassLists * quads + 1) / 2 * 8;
+  r.rows_at = r.bars_at + (2 * kWideMostStages + 2) * 8;
+  r.tables_at = r.rows_at + 16;
+  r.bytes = r.tables_at + Math::kTables;
+  return r;
+}
 
 // What a CTA has to do, and where.
 template <class Math>
@@ -79,18 +87,37 @@ struct WidePlace {
   __device__ __forceinline__ WidePlace(const WideParams& p, uint8_t* smem)
       : p(p), rank(static_cast<int>(tile::cluster_rank())), smem(smem) {
     const int index = static_cast<int>(tile::cluster_index());
-    tile_n = index / p.blocks, block = index - tile_n * p.blocks;
+    tile_n = index / p.blocks, block = index - tile_n * p.blocks + static_cast<int>(blockIdx.y);
     const Range quads(p.parts, rank);
     first = quads.first, length = quads.last - first;
     // NOTE: parts differ by a quad, places must not.
-    room = Math::room(p.stages, p.cluster, p.parts.least + 1);
+    room = wide_room<Math>(p.stages, p.cluster, p.parts.least + 1);
     base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kWideMostStages;
     bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
     passes = reinterpret_cast<int*>(smem + room.passes_at);
     most_passes = reinterpret_cast<int*>(sums_bar() + 1);
   }
   __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kWideMostStages; }
-  __device__ __forceinline__ int rows() const { return min(p.x.m - block * Math::kX, Math::kX); }
+  // By whole warps, before anything else; false: there is nothing to do. Until the end rows take no
+  // registers.
+  __device__ __forceinline__ bool take_rows() const {
+    DecodeRows all = p.x.rows_of;
+    const bool grouped = !all.early();
+    if (grouped) tile::await_predecessors();
+    if (!all.begin(block)) return false;
+    if (grouped && all.group < 0) {
+      if (rank == 0)
+        clear<Math::kThreads>(p.out, all, tile_n * kWideRows, min(p.n, (tile_n + 1) * kWideRows));
+      return false;
+    }
+    if (threadIdx.x == kWideMath) *reinterpret_cast<DecodeBlock*>(smem + room.rows_at) = all;
+    return true;
+  }
+  __device__ __forceinline__ const DecodeBlock& rows() const {
+    return *reinterpret_cast<const DecodeBlock*>(smem + room.rows_at);
+  }
+  // The first row of the CTA's weights, of those of all groups.
+  __device__ __forceinline__ int row0() const { return rows().group * p.n + tile_n * kWideRows; }
   // Fragments of 16 rows of weights and 8 of x that this CTA adds up.
   __device__ __forceinline__ int mine() const {
     return (Math::kX - rank + p.cluster - 1) / p.cluster;
@@ -102,14 +129,16 @@ struct WidePlace {
   // By one thread.
   __device__ __forceinline__ void start() const {
     for (int i = 0; i < p.stages; ++i) {
-      tile::mbar_init(bars + i, 1);
+      tile::mbar_init(bars + i, Math::kArrivals);
       tile::mbar_init(bars + kWideMostStages + i, kWideMath / 32);
     }
     tile::mbar_init(sums_bar(), 1);
     tile::mbar_init_fence();
     if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
-    *most_passes = 1;
-    for (int i = 0; i < length; ++i) passes[i] = 1;
+    for (int list = 0; list < Math::kPassLists; ++list) {
+      most_passes[list] = 1;
+      for (int i = 0; i < length; ++i) passes[list * (p.parts.least + 1) + i] = 1;
+    }
   }
 };
 
@@ -124,7 +153,7 @@ struct WideProducer {
     const uint32_t bar = at.full + 8 * s;
     const int q = at.first + i;
     tile::mbar_arrive_expect(bar, Math::kStage + Math::kBeside);
-    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.tile_n * kWideRows);
+    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.row0());
     tile::bulk_load(at.beside(s), at.p.words + q * at.p.words_quad + at.tile_n * kWideWords,
                     kWideWords, bar);
   }
@@ -169,42 +198,15 @@ struct WideProducer {
 // Sums of a warp: of lane 4g + t rows g and g + 8 of its 16 of weights, rows 8j + 2t and
 // 8j + 2t + 1 of x.
 template <class Math>
-struct WideSums {
+struct WideTotals {
   static constexpr int kFloats = Math::kFloats;
   float v[kFloats] = {};
 
-  // w: wgmma_desc of the warpgroup's weights; low, high: words of the lane's rows; scales: of the
-  // lane's rows of x, a shared address. kLater: of a further pass, where rows with a scale of 0
-  // have none.
-  template <bool kLater>
-  __device__ __forceinline__ void add(uint32_t w, uint32_t low, uint32_t high, uint32_t cls,
-                                      uint32_t x, uint32_t scales) {
-    float d[kFloats] = {};
-    if (cls < 2) {
-      tile::wgmma_fence();
-      tile::wgmma_shared<false>(d, w, x);
-      tile::wgmma_shared<true>(d, w + 2, x + 2);
-      tile::wgmma_shared<true>(d, w + 4, x + 4);
-      tile::wgmma_shared<true>(d, w + 6, x + 6);
-      // NOTE: the low bits of such words may say how to unpack codes.
-      promote<kLater>(d, __uint_as_float(low & 0x7F800000u), __uint_as_float(high & 0x7F800000u),
-                      scales);
-      return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
-      tile::wgmma_fence();
-      tile::wgmma_shared<false>(d, w + 2 * i, x + 2 * i);
-      promote<kLater>(d, scale_of(low, 0), scale_of(high, 0), scales);
-    }
-  }
-
- private:
+  // Adds d, which is there, times the scales of the lane's rows of weights and of those of x, which
+  // lie at a shared address. kLater: of a further pass, where rows with a scale of 0 have none.
   template <bool kLater>
   __device__ __forceinline__ void promote(float (&d)[kFloats], float low, float high,
                                           uint32_t scales) {
-    tile::wgmma_commit();
-    tile::wgmma_wait<0>();
     tile::wgmma_pin(d);
     // NOTE: one product after the other; that of the scales need not be a number of fp32.
     const auto one = [&](int i, float w, float x) {
@@ -227,6 +229,40 @@ struct WideSums {
   }
 };
 
+template <class Math>
+struct WideSums : WideTotals<Math> {
+  static constexpr int kFloats = Math::kFloats;
+
+  // w: wgmma_desc of the warpgroup's weights; low, high: words of the lane's rows; scales, kLater:
+  // see promote().
+  template <bool kLater>
+  __device__ __forceinline__ void add(uint32_t w, uint32_t low, uint32_t high, uint32_t cls,
+                                      uint32_t x, uint32_t scales) {
+    float d[kFloats] = {};
+    const auto take = [&](float of_low, float of_high) {
+      tile::wgmma_commit();
+      tile::wgmma_wait<0>();
+      this->template promote<kLater>(d, of_low, of_high, scales);
+    };
+    if (cls < 2) {
+      tile::wgmma_fence();
+      tile::wgmma_shared<false>(d, w, x);
+      tile::wgmma_shared<true>(d, w + 2, x + 2);
+      tile::wgmma_shared<true>(d, w + 4, x + 4);
+      tile::wgmma_shared<true>(d, w + 6, x + 6);
+      // NOTE: the low bits of such words may say how to unpack codes.
+      take(__uint_as_float(low & 0x7F800000u), __uint_as_float(high & 0x7F800000u));
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
+      tile::wgmma_fence();
+      tile::wgmma_shared<false>(d, w + 2 * i, x + 2 * i);
+      take(scale_of(low, 0), scale_of(high, 0));
+    }
+  }
+};
+
 // Makes pass `number` of the CTA's slice of x, of bf16 values in whole vectors, by the warps that
 // multiply; the first time counts passes, too.
 template <class Math>
@@ -235,7 +271,7 @@ __device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int numb
   const AlignedInput& a = at.p.x;
   const int worker = static_cast<int>(threadIdx.x) / 16, lane = threadIdx.x % 16;
   // NOTE: both halves of a warp have a row of the same quad.
-  const int count = at.rows(), even = (count + 1) & ~1, all = at.length * even;
+  const int count = at.rows().count, even = (count + 1) & ~1, all = at.length * even;
 #pragma unroll 1
   for (int begin = worker; begin < all; begin += kWorkers * kBatch) {
     AlignedValues<__nv_bfloat16, true> x[kBatch];
@@ -246,7 +282,7 @@ __device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int numb
       const int k = (at.first + q) * kDecodeQuad + lane * 8;
       const bool there = one < all && r < count;
       quads[j] = q, rows[j] = there ? r : -1;
-      x[j].load(a.in, at.block * Math::kX + (there ? r : 0), k, there ? a.k - k : 0);
+      x[j].load(a.in, a.row(at.rows().first + (there ? r : 0)), k, there ? a.k - k : 0);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -257,7 +293,8 @@ __device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int numb
 #pragma unroll 1
       for (int i = 0; i <= number; ++i) e = eight.pass(i, a.spread, made);
       if (rows[j] >= 0) {
-        store_aligned(at.smem + at.room.x_at + quads[j] * Math::kCodes, made, rows[j], lane);
+        store_aligned(at.smem + at.room.x_at + quads[j] * Math::kCodes, made, rows[j], lane,
+                      Math::kNibbles);
         if (lane == 0)
           reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
                                    quads[j] *
@@ -273,9 +310,23 @@ __device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int numb
   tile::fence_async_proxy();
 }
 
+// Passes of the CTA's quads of prepared x, by the warps that multiply.
+template <class Math>
+__device__ __forceinline__ void find_passes(const WidePlace<Math>& at) {
+  constexpr int kGroups = Math::kX / kAlignRows;
+  const int groups = (at.rows().count + kAlignRows - 1) / kAlignRows;
+  for (int i = threadIdx.x; i < at.length; i += kWideMath) {
+    int most = 1;
+    for (int g = 0; g < groups; ++g)
+      most = max(most, int{__ldcg(at.p.x.passes + int64_t{at.block * kGroups + g} * at.p.x.quads +
+                                  at.first + i)});
+    if (most > 1) at.passes[i] = most, atomicMax(at.most_passes, most);
+  }
+}
+
 // Sends the sums of a CTA's part of k to those who add them up.
 template <class Math>
-__device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideSums<Math>& sums,
+__device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideTotals<Math>& sums,
                                           int warp, int lane) {
   const int cluster = at.p.cluster;
   float4* const all = reinterpret_cast<float4*>(at.smem + at.room.sums_at) + at.rank * 32 + lane;
@@ -299,7 +350,7 @@ __device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideS
 // a row of x and eight of the weights.
 template <class Math>
 __device__ __forceinline__ void finish_tile(const WidePlace<Math>& at) {
-  const int lane = threadIdx.x % 16, half = lane % 2, count = at.rows(), mine = at.mine();
+  const int lane = threadIdx.x % 16, half = lane % 2, count = at.rows().count, mine = at.mine();
   for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += kWideMath / 16) {
     const int fragment = at.rank + slot * at.p.cluster, col = fragment / 8 * 8 + lane / 2;
     const int n = at.tile_n * kWideRows + fragment % 8 * kDecodeRows + half * 8;
@@ -309,7 +360,8 @@ __device__ __forceinline__ void finish_tile(const WidePlace<Math>& at) {
                               slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
     add_parts(from, at.p.cluster, v);
-    write_eight(at.p.out, int64_t{at.block} * Math::kX + col, n, 0, there, v);
+    write_eight(at.p.out, int64_t{at.rows().first} + col, n, int64_t{at.rows().group} * at.p.n,
+                there, v);
   }
 }
 
@@ -321,6 +373,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
   const WidePlace<Math> at(p, smem);
+  if (!at.take_rows()) return;
   if (threadIdx.x == kWideMath) tile::tma_prefetch(&map), at.start();
   __syncthreads();
   if (p.cluster > 1) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
@@ -344,15 +397,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
     make_aligned(at, 0);
     tile::named_barrier(kMath, kWideMath);
   } else {
-    constexpr int kGroups = Math::kX / kAlignRows;
-    const int groups = (at.rows() + kAlignRows - 1) / kAlignRows;
-    for (int i = threadIdx.x; i < at.length; i += kWideMath) {
-      int most = 1;
-      for (int g = 0; g < groups; ++g)
-        most = max(most, int{__ldcg(p.x.passes + int64_t{at.block * kGroups + g} * p.x.quads +
-                                    at.first + i)});
-      if (most > 1) at.passes[i] = most, atomicMax(at.most_passes, most);
-    }
+    find_passes(at);
   }
   WideSums<Math> sums;
   int s = 0;
