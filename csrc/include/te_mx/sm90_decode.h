@@ -121,11 +121,10 @@ constexpr int wide_rows(int64_t m, int64_t groups = 0) {
   return groups > 0 && m >= 64 * groups ? 128 : rows < 16 ? 16 : rows;
 }
 // CTAs of a cluster, the parts of k: three for two SMs, more or less, were the fastest of all that
-// there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md). Of groups, however
-// many, four are thought to have rows.
+// there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md). Of
+// groups, however many, four are thought to have rows.
 constexpr int wide_cluster(int64_t n, int64_t k, int sms, int64_t groups = 0) {
-  const int64_t with_rows = groups == 0 ? 1 : groups < 4 ? groups : 4;
-  const int64_t tiles = (n + 127) / 128 * with_rows,
+  const int64_t tiles = (n + 127) / 128 * (groups > 0 ? 4 : 1),
                 best = (290 * int64_t{sms} / 100 + tiles) / (2 * tiles);
   const int64_t most = decode_quads(k) < kDecodeMaxCluster ? decode_quads(k) : kDecodeMaxCluster;
   return static_cast<int>(best < 1 ? 1 : best < most ? best : most);

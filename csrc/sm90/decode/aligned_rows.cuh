@@ -27,6 +27,21 @@ struct AlignedInput {
   }
 };
 
+// Codes times 2^-down, rounded to nearest even.
+__device__ __forceinline__ uint2 lowered(uint2 codes, int down) {
+  const uint4 h = halves_of<Element::e4m3>(codes);
+  const float f = __uint_as_float(static_cast<uint32_t>(127 - down) << 23);
+  const auto two = [&](uint32_t w) {
+    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
+    return float2{v.x * f, v.y * f};
+  };
+  const float2 a = two(h.x), b = two(h.y), c = two(h.z), d = two(h.w);
+  return {tile::fp8x4<Element::e4m3>(a.x, a.y, b.x, b.y),
+          tile::fp8x4<Element::e4m3>(c.x, c.y, d.x, d.y)};
+}
+// Codes of a block of NaN.
+__device__ __forceinline__ uint2 nan_codes() { return {0x7F7F7F7Fu, 0x7F7F7F7Fu}; }
+
 // Eight elements of a row as codes of MX, of which passes take one part after the other. By whole
 // warps: half of one has a quad of a row.
 struct AlignedEight {
@@ -53,28 +68,14 @@ struct AlignedEight {
     const int down = e - static_cast<int>(byte);
     made = {0, 0};
     if (left && down <= spread) {
-      made = down == 0 ? codes : lowered(down);
+      made = down == 0 ? codes : lowered(codes, down);
       left = false;
     }
-    if (number == 0 && byte == 255) made = codes;
+    if (number == 0 && byte == 255) made = nan_codes();
     return e;
   }
   // By the warp: whether a pass is left to either half of it.
   __device__ __forceinline__ bool more() const { return __any_sync(~0u, left); }
-
- private:
-  // Codes times 2^-down, rounded to nearest even.
-  __device__ __forceinline__ uint2 lowered(int down) const {
-    const uint4 h = halves_of<Element::e4m3>(codes);
-    const float f = __uint_as_float(static_cast<uint32_t>(127 - down) << 23);
-    const auto two = [&](uint32_t w) {
-      const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
-      return float2{v.x * f, v.y * f};
-    };
-    const float2 a = two(h.x), b = two(h.y), c = two(h.z), d = two(h.w);
-    return {tile::fp8x4<Element::e4m3>(a.x, a.y, b.x, b.y),
-            tile::fp8x4<Element::e4m3>(c.x, c.y, d.x, d.y)};
-  }
 };
 
 // Where the scale of row r lies: what lane 4g + t reads at once, columns 8j + 2t and 8j + 2t + 1 of

@@ -7,7 +7,7 @@ namespace {
 
 template <class Math>
 Status run(WideFp4Params p, const DecodeTask& t) {
-  return launch_wide<Math>(&wide_fp4_kernel<Math>, p, p.wide, t, kDecodeQuad / 2, kFp4Threads);
+  return launch_wide<Math>(&wide_fp4_kernel<Math>, p, p.wide, t, kFp4RowBytes, kFp4Threads);
 }
 
 }  // namespace
@@ -16,13 +16,13 @@ Status run(WideFp4Params p, const DecodeTask& t) {
 Status run_wide_e2m1(const DecodeTask& t, int spread, int sms) {
   const int groups = t.rows.groups.count;
   WideFp4Params p;
-  p.wide = wide_params(t, spread, wide_cluster(t.n, t.k, sms, groups));
+  p.wide = wide_params(t, spread, wide_cluster(t.n, t.k, sms, groups), kFp4Quads);
   p.blocks = t.p.w_scales.blocks;
   const auto lie = [&](int bytes) {
     return p.blocks % bytes == 0 && reinterpret_cast<uintptr_t>(p.wide.words) % bytes == 0;
   };
   p.rows = lie(16) ? ScaleRows::vectors : lie(4) ? ScaleRows::words : ScaleRows::bytes;
-  if (wide_makes(p.wide, decode_rows(t.rows.m, groups))) {
+  if (wide_makes(p.wide, decode_rows(t.rows.m, groups), kFp4Quads)) {
     const Status status = run<WideFp4<8, true, 2, true>>(p, t);
     if (status != Status::unsupported) return status;
   }

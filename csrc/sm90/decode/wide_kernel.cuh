@@ -33,13 +33,13 @@ struct WideParams {
   const uint8_t* words = nullptr;  // scales of tiles
   int64_t words_quad = 0;          // bytes from a quad to the next
   int n = 0, cluster = 1, blocks = 1, stages = 0;
-  Shares parts;  // of quads
+  Shares parts;  // of stages
   DecodeOut out;
 };
 
 // Where things lie in shared memory. x: of a CTA that makes it, codes of all quads, then scales.
 struct WideRoom {
-  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, tables_at, bytes;
+  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, bytes;
 };
 
 // kMakes: every CTA makes its x.
@@ -52,23 +52,25 @@ struct WideMath {
   // Of a stage, with prepared x; beside it scales of both.
   static constexpr int kStage = kWideWeights + (kMakesX ? 0 : kCodes);
   static constexpr int kBeside = kWideWords + (kMakesX ? 0 : kScales);
-  static constexpr int kArrivals = 1;  // at the barrier of a stage
-  static constexpr int kPassLists = 1, kTables = 0;
+  static constexpr int kQuads = 1;     // of a stage
+  static constexpr int kArrivals = 1;  // at its barrier
+  static constexpr int kPassLists = 1;
   static constexpr bool kNibbles = false;
 };
 
+// longest: stages of the longest part.
 template <class Math>
-__host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int quads) {
+__host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int longest) {
+  const int quads = Math::kMakesX ? longest * Math::kQuads : 0;
   WideRoom r{};
   r.x_at = stages * Math::kStage;
-  r.sums_at = r.x_at + (Math::kMakesX ? quads * Math::kCodes : 0);
+  r.sums_at = r.x_at + quads * Math::kCodes;
   r.x_scales_at = r.sums_at + (Math::kX + cluster - 1) / cluster * cluster * 512;
-  r.beside_at = r.x_scales_at + (Math::kMakesX ? quads * Math::kScales : 0);
+  r.beside_at = r.x_scales_at + quads * Math::kScales;
   r.passes_at = r.beside_at + stages * Math::kBeside;
-  r.bars_at = r.passes_at + (Math::kPassLists * quads + 1) / 2 * 8;
+  r.bars_at = r.passes_at + (Math::kPassLists * longest + 1) / 2 * 8;
   r.rows_at = r.bars_at + (2 * kWideMostStages + 2) * 8;
-  r.tables_at = r.rows_at + 16;
-  r.bytes = r.tables_at + Math::kTables;
+  r.bytes = r.rows_at + 16;
   return r;
 }
 
@@ -76,7 +78,7 @@ __host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int qu
 template <class Math>
 struct WidePlace {
   const WideParams& p;
-  int rank, tile_n, block, first, length;  // first, length: of its quads
+  int rank, tile_n, block, first, length;  // first, length: of its part, in stages
   WideRoom room;
   uint8_t* smem;
   uint32_t base, full, empty;  // shared addresses; barriers of stages that are there, were read
@@ -88,9 +90,9 @@ struct WidePlace {
       : p(p), rank(static_cast<int>(tile::cluster_rank())), smem(smem) {
     const int index = static_cast<int>(tile::cluster_index());
     tile_n = index / p.blocks, block = index - tile_n * p.blocks + static_cast<int>(blockIdx.y);
-    const Range quads(p.parts, rank);
-    first = quads.first, length = quads.last - first;
-    // NOTE: parts differ by a quad, places must not.
+    const Range part(p.parts, rank);
+    first = part.first, length = part.last - first;
+    // NOTE: parts differ by a stage, places must not.
     room = wide_room<Math>(p.stages, p.cluster, p.parts.least + 1);
     base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kWideMostStages;
     bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
@@ -263,50 +265,125 @@ struct WideSums : WideTotals<Math> {
   }
 };
 
-// Makes pass `number` of the CTA's slice of x, of bf16 values in whole vectors, by the warps that
-// multiply; the first time counts passes, too.
-template <class Math>
-__device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int number) {
-  constexpr int kWorkers = kWideMath / 16, kBatch = 4;
+// Calls quads(x, quads, rows) for the CTA's slice of x, bf16 values in whole vectors, kBatch parts
+// of a row at a time: quads of the slice, rows of the block, -1 of nothing. By the warps that
+// multiply; half a warp has a part.
+inline constexpr int kMakeBatch = 4;
+using MadeEight = AlignedValues<__nv_bfloat16, true>;
+
+template <class Math, class Quads>
+__device__ __forceinline__ void each_quad(const WidePlace<Math>& at, const Quads& quads) {
+  constexpr int kWorkers = kWideMath / 16;
   const AlignedInput& a = at.p.x;
   const int worker = static_cast<int>(threadIdx.x) / 16, lane = threadIdx.x % 16;
   // NOTE: both halves of a warp have a row of the same quad.
-  const int count = at.rows().count, even = (count + 1) & ~1, all = at.length * even;
+  const int count = at.rows().count, even = (count + 1) & ~1;
+  const int all = at.length * Math::kQuads * even;
 #pragma unroll 1
-  for (int begin = worker; begin < all; begin += kWorkers * kBatch) {
-    AlignedValues<__nv_bfloat16, true> x[kBatch];
-    int quads[kBatch], rows[kBatch];
+  for (int begin = worker; begin < all; begin += kWorkers * kMakeBatch) {
+    MadeEight x[kMakeBatch];
+    int quad[kMakeBatch], row[kMakeBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kMakeBatch; ++j) {
       const int one = begin + j * kWorkers, q = one / even, r = one - q * even;
-      const int k = (at.first + q) * kDecodeQuad + lane * 8;
+      const int k = (at.first * Math::kQuads + q) * kDecodeQuad + lane * 8;
       const bool there = one < all && r < count;
-      quads[j] = q, rows[j] = there ? r : -1;
+      quad[j] = q, row[j] = there ? r : -1;
       x[j].load(a.in, a.row(at.rows().first + (there ? r : 0)), k, there ? a.k - k : 0);
     }
+    quads(x, quad, row);
+  }
+}
+
+template <class Math>
+__device__ __forceinline__ void store_made(const WidePlace<Math>& at, uint2 made, int e, int quad,
+                                           int row, int lane) {
+  if (row < 0) return;
+  store_aligned(at.smem + at.room.x_at + quad * Math::kCodes, made, row, lane, Math::kNibbles);
+  if (lane == 0)
+    reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
+                             quad * Math::kScales)[aligned_scale_place<Math::kX == 8>(row)] =
+        aligned_scale(e);
+}
+
+// Makes the CTA's slice of x, and counts passes. NOTE: each step for all parts before the next, as
+// each waits for lanes.
+template <class Math>
+__device__ __forceinline__ void make_first(const WidePlace<Math>& at) {
+  using In = Input<__nv_bfloat16>;
+  const AlignedInput& a = at.p.x;
+  const int lane = threadIdx.x % 16;
+  each_quad(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
+                    const int (&row)[kMakeBatch]) {
+    decltype(x[0].own_most()) most[kMakeBatch];
+    uint2 codes[kMakeBatch];
+    int byte[kMakeBatch], e[kMakeBatch];
+    bool left[kMakeBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if ((begin & ~1) + j * kWorkers >= all) break;
+    for (int j = 0; j < kMakeBatch; ++j) most[j] = x[j].own_most();
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kMakeBatch; ++j)
+        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
+      const float2 two = In::magnitudes(most[j]);
+      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+      byte[j] = static_cast<int>(scale_byte(a.in, amax));
+      codes[j] = x[j].codes_of(byte[j]);
+      // NOTE: of codes that are all rounded to zero, too; their scale is the least that there is.
+      left[j] = amax != 0 && byte[j] != 255, e[j] = left[j] ? byte[j] : -1;
+    }
+#pragma unroll
+    for (int lanes = 4; lanes < 16; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kMakeBatch; ++j) e[j] = max(e[j], __shfl_xor_sync(~0u, e[j], lanes));
+    bool more = false;
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
+      const int down = e[j] - byte[j];
+      const bool taken = left[j] && down <= a.spread;
+      const uint2 made = lowered(codes[j], taken ? down : 0);
+      more |= left[j] && !taken;
+      store_made(at,
+                 byte[j] == 255 ? nan_codes()
+                 : taken        ? made
+                                : uint2{0, 0},
+                 e[j], quad[j], row[j], lane);
+    }
+    if (!__any_sync(~0u, more)) return;
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
       AlignedEight eight(x[j], a.in);
       uint2 made;
-      int e = -1, passes = number + 1;
+      int passes = 0;
+#pragma unroll 1
+      for (; passes == 0 || eight.more(); ++passes) eight.pass(passes, a.spread, made);
+      if (row[j] >= 0 && passes > 1)
+        atomicMax(at.passes + quad[j] / Math::kQuads, passes), atomicMax(at.most_passes, passes);
+    }
+  });
+  tile::fence_async_proxy();
+}
+
+// Makes a further pass.
+template <class Math>
+__device__ __forceinline__ void make_pass(const WidePlace<Math>& at, int number) {
+  const AlignedInput& a = at.p.x;
+  const int lane = threadIdx.x % 16;
+  each_quad(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
+                    const int (&row)[kMakeBatch]) {
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
+      AlignedEight eight(x[j], a.in);
+      uint2 made;
+      int e = -1;
 #pragma unroll 1
       for (int i = 0; i <= number; ++i) e = eight.pass(i, a.spread, made);
-      if (rows[j] >= 0) {
-        store_aligned(at.smem + at.room.x_at + quads[j] * Math::kCodes, made, rows[j], lane,
-                      Math::kNibbles);
-        if (lane == 0)
-          reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
-                                   quads[j] *
-                                       Math::kScales)[aligned_scale_place<Math::kX == 8>(rows[j])] =
-              aligned_scale(e);
-      }
-      if (number > 0 || !eight.more()) continue;
-#pragma unroll 1
-      for (; eight.more(); ++passes) eight.pass(passes, a.spread, made);
-      atomicMax(at.passes + quads[j], passes), atomicMax(at.most_passes, passes);
+      store_made(at, made, e, quad[j], row[j], lane);
     }
-  }
+  });
   tile::fence_async_proxy();
 }
 
@@ -315,12 +392,12 @@ template <class Math>
 __device__ __forceinline__ void find_passes(const WidePlace<Math>& at) {
   constexpr int kGroups = Math::kX / kAlignRows;
   const int groups = (at.rows().count + kAlignRows - 1) / kAlignRows;
-  for (int i = threadIdx.x; i < at.length; i += kWideMath) {
+  for (int i = threadIdx.x; i < at.length * Math::kQuads; i += kWideMath) {
     int most = 1;
     for (int g = 0; g < groups; ++g)
       most = max(most, int{__ldcg(at.p.x.passes + int64_t{at.block * kGroups + g} * at.p.x.quads +
-                                  at.first + i)});
-    if (most > 1) at.passes[i] = most, atomicMax(at.most_passes, most);
+                                  at.first * Math::kQuads + i)});
+    if (most > 1) atomicMax(at.passes + i / Math::kQuads, most), atomicMax(at.most_passes, most);
   }
 }
 
@@ -394,7 +471,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
 
   tile::await_predecessors();
   if constexpr (Math::kMakesX) {
-    make_aligned(at, 0);
+    make_first(at);
     tile::named_barrier(kMath, kWideMath);
   } else {
     find_passes(at);
@@ -426,7 +503,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   for (int pass = 1; pass < most; ++pass) {
     if constexpr (Math::kMakesX) {
       tile::named_barrier(kMath, kWideMath);  // all have multiplied the pass before
-      make_aligned(at, pass);
+      make_pass(at, pass);
       tile::named_barrier(kMath, kWideMath);
     }
 #pragma unroll 1

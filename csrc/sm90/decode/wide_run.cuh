@@ -19,7 +19,7 @@ constexpr int wide_smem() {
 }
 
 // Fills in blocks and stages of `p`, a part of `params`; has x prepared, and starts the kernel.
-// row_bytes: of a quad of weights.
+// row_bytes: of a row of weights in a stage.
 template <class Math, class Params>
 Status launch_wide(void (*kernel)(CUtensorMap, Params), Params& params, WideParams& p,
                    const DecodeTask& t, int row_bytes, int threads) {
@@ -59,21 +59,22 @@ Status launch_wide(void (*kernel)(CUtensorMap, Params), Params& params, WidePara
 }
 
 // What does not depend on the instance.
-inline WideParams wide_params(const DecodeTask& t, int spread, int cluster) {
+inline WideParams wide_params(const DecodeTask& t, int spread, int cluster, int stage_quads) {
   WideParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.from = t.from, p.x.m = t.rows.m,
   p.x.k = static_cast<int>(t.k), p.x.spread = spread;
-  p.x.quads = static_cast<int>(decode_quads(t.k));
+  const int stages = (static_cast<int>(decode_quads(t.k)) + stage_quads - 1) / stage_quads;
+  p.x.quads = stages * stage_quads;
   p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
-  p.n = static_cast<int>(t.n), p.cluster = cluster, p.out = t.p.out;
-  p.parts = shares_of(p.x.quads, p.cluster);
+  p.n = static_cast<int>(t.n), p.cluster = std::min(cluster, stages), p.out = t.p.out;
+  p.parts = shares_of(stages, p.cluster);
   return p;
 }
 
 // Whether every CTA makes its slice of few rows of x, `rows` in a block.
-inline bool wide_makes(const WideParams& p, int rows) {
+inline bool wide_makes(const WideParams& p, int rows, int stage_quads) {
   return rows <= 8 && p.x.in.plain(p.x.k) &&
-         (p.parts.least + 1) * std::max(std::min(p.x.m, 8), 3) <= kWideOwnQuads;
+         (p.parts.least + 1) * stage_quads * std::max(std::min(p.x.m, 8), 3) <= kWideOwnQuads;
 }
 
 }  // namespace te_mx::sm90
