@@ -66,11 +66,11 @@ def test_groups_have_the_bits_of_a_call_each(case, exact, lies):
 @pytest.mark.parametrize("split", range(16))
 def test_every_split(split):
     n, k, ends = 200, 1300, [2, 2, 20, 21, 33]
-    each, stack = weights(n, k, "mxfp4", len(ends))
+    each, stack = weights(n, k, "mxfp8_e4m3", len(ends))
     x, bias = spread(35, k, 4, 2).to(BF16), torch.zeros(len(ends), n, device="cuda")
     out = torch.empty(35, n, device="cuda")
-    decode(stack, "mxfp4", x, out, k, ends=torch.tensor(ends, device="cuda"), split=split)
-    expected = loop(each, "mxfp4", x, torch.empty_like(out), ends, bias, split=split)
+    decode(stack, "mxfp8_e4m3", x, out, k, ends=torch.tensor(ends, device="cuda"), split=split)
+    expected = loop(each, "mxfp8_e4m3", x, torch.empty_like(out), ends, bias, split=split)
     assert torch.equal(bits(out), bits(expected))
 
 

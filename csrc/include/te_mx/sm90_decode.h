@@ -134,17 +134,17 @@ constexpr int wide_cluster(int64_t n, int64_t k, int sms, int64_t groups = 0) {
 // own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
 // quantize(), or of 16 bits as they are; or plain codes with their scales.
 //
-// Sums of a block of 32 (of 128 where scales are factors, and of MXFP8 in tiles) come from the FP8
-// tensor cores, or from
-// those of fp16 where `exact`, where x are values as they are, and where x has codes of E5M2.
+// Sums of a block of 32 (of 128 where scales are factors, of MXFP8 in tiles and of plain MXFP4)
+// come from the FP8 tensor cores, or from those of fp16 where `exact`, where x are values as they
+// are, and where x has codes of E5M2.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
   // Codes, aligned to 16 bytes, rows ldw bytes apart, and scales; of groups one behind the other.
   const uint8_t* w = nullptr;
   int64_t ldw = 0;
   const void* w_scales = nullptr;
-  int32_t spread = 8;                 // octaves that blocks of x may be apart, of weights in tiles
-  bool w_packed = false;              // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
+  int32_t spread = 8;     // octaves that blocks of x may be apart where they are aligned
+  bool w_packed = false;  // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
   Element w_element = Element::e4m3;  // E4M3 or E2M1
   bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides
   int64_t factor_rows = 1;            // rows of w that share theirs: 1 or 128
@@ -171,13 +171,14 @@ struct DecodeArgs {
   Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
-  Execution execution;  // kernel: a split, -1 for the one of decode_split()
+  // kernel: a split, -1 for the one of decode_split(); plain MXFP4 in FP8 has no other.
+  Execution execution;
 
   constexpr bool halves() const { return exact || x_as_is || x_element == Element::e5m2; }
 };
 // Whether CTAs of four warpgroups have up to 16 rows of x prepared before: half of k, mostly the
 // slice of a CTA, is long. NOTE: no result depends on it.
-bool decode_is_long(int64_t m, int64_t k, Element weights);
+bool decode_is_long(int64_t m, int64_t k);
 // Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);

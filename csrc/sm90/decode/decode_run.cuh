@@ -58,7 +58,7 @@ Status run_decode_wide(const DecodeTask& t, int rows) {
   const bool plain = t.p.in.plain(t.k);
   if ((rows == 8 && !plain) || (rows > 16 && t.split.tiles > 1))
     return run_decode_narrow<kFmt, false, kFactors>(t, rows);
-  const bool made = !plain || decode_is_long(t.rows.m, t.k, kFmt);
+  const bool made = !plain || decode_is_long(t.rows.m, t.k);
   if (rows == 8 && !made) return run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);
   if (rows <= 16) {
     return made ? run_decode<DecodeMath<kFmt, 16, false, kFactors, kMade, 16>>(t)
@@ -73,7 +73,7 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
   const int rows = decode_rows(t.rows.m, t.rows.groups.count);
   if (halves) return run_decode_narrow<kFmt, true, kFactors>(t, rows);
   // NOTE: of MXFP8 it is groups, and what no layer has, that come here.
-  if constexpr (kFactors || kFmt == Element::e2m1) {
+  if constexpr (kFactors) {
     if (t.split.warpgroups == 4 && t.rows.groups.count == 0)
       return run_decode_wide<kFmt, kFactors>(t, rows);
   }
@@ -86,7 +86,7 @@ Status run_wide(const DecodeTask& t, int spread, int sms);
 Status run_wide_e2m1(const DecodeTask& t, int spread, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_e2m1(const DecodeTask& t, bool halves);
+Status run_decode_e2m1(const DecodeTask& t);  // in fp16
 Status run_decode_factors_e4m3(const DecodeTask& t, bool halves);
 
 }  // namespace te_mx::sm90
