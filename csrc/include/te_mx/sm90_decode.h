@@ -110,16 +110,22 @@ constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
   return blocks < m ? blocks : m;
 }
 
-// Of one matrix of MXFP8 in tiles a CTA has 128 rows instead (decode/wide_kernel.cuh), and x is
-// aligned for a quad, in so many passes at most (decode/aligned_rows.cuh): bytes of a quad of x, of
-// rows of a block, and quads times rows of x that a CTA makes by itself.
+// Of one matrix of MXFP8 in tiles and of plain MXFP4 a CTA has 128 rows instead
+// (decode/wide_kernel.cuh, wide_e2m1.cuh), and x is aligned for a quad, in so many passes at most
+// (decode/aligned_rows.cuh): bytes of a quad of x, of rows of a block, and quads times rows of x
+// that a CTA makes by itself.
 inline constexpr int kMostPasses = 4, kWideOwnQuads = 64;
 constexpr int aligned_bytes(int rows) { return rows * (kDecodeQuad + 4); }
-constexpr int wide_rows(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : kDecodeMostRows; }
+constexpr int wide_rows(int64_t m, int64_t groups = 0) {
+  const int rows = decode_rows(m, groups);
+  return groups > 0 && m >= 64 * groups ? 128 : rows < 16 ? 16 : rows;
+}
 // CTAs of a cluster, the parts of k: three for two SMs, more or less, were the fastest of all that
-// there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md).
-constexpr int wide_cluster(int64_t n, int64_t k, int sms) {
-  const int64_t tiles = (n + 127) / 128, best = (290 * int64_t{sms} / 100 + tiles) / (2 * tiles);
+// there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md). Of
+// groups, however many, four are thought to have rows.
+constexpr int wide_cluster(int64_t n, int64_t k, int sms, int64_t groups = 0) {
+  const int64_t tiles = (n + 127) / 128 * (groups > 0 ? 4 : 1),
+                best = (290 * int64_t{sms} / 100 + tiles) / (2 * tiles);
   const int64_t most = decode_quads(k) < kDecodeMaxCluster ? decode_quads(k) : kDecodeMaxCluster;
   return static_cast<int>(best < 1 ? 1 : best < most ? best : most);
 }
@@ -128,17 +134,17 @@ constexpr int wide_cluster(int64_t n, int64_t k, int sms) {
 // own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
 // quantize(), or of 16 bits as they are; or plain codes with their scales.
 //
-// Sums of a block of 32 (of 128 where scales are factors, and of MXFP8 in tiles) come from the FP8
-// tensor cores, or from
-// those of fp16 where `exact`, where x are values as they are, and where x has codes of E5M2.
+// Sums of a block of 32 (of 128 where scales are factors, of MXFP8 in tiles and of plain MXFP4)
+// come from the FP8 tensor cores, or from those of fp16 where `exact`, where x are values as they
+// are, and where x has codes of E5M2.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
   // Codes, aligned to 16 bytes, rows ldw bytes apart, and scales; of groups one behind the other.
   const uint8_t* w = nullptr;
   int64_t ldw = 0;
   const void* w_scales = nullptr;
-  int32_t spread = 8;                 // octaves that blocks of x may be apart, of weights in tiles
-  bool w_packed = false;              // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
+  int32_t spread = 8;     // octaves that blocks of x may be apart where they are aligned
+  bool w_packed = false;  // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
   Element w_element = Element::e4m3;  // E4M3 or E2M1
   bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides
   int64_t factor_rows = 1;            // rows of w that share theirs: 1 or 128
@@ -165,13 +171,14 @@ struct DecodeArgs {
   Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
-  Execution execution;  // kernel: a split, -1 for the one of decode_split()
+  // kernel: a split, -1 for the one of decode_split(); plain MXFP4 in FP8 has no other.
+  Execution execution;
 
   constexpr bool halves() const { return exact || x_as_is || x_element == Element::e5m2; }
 };
 // Whether CTAs of four warpgroups have up to 16 rows of x prepared before: half of k, mostly the
 // slice of a CTA, is long. NOTE: no result depends on it.
-bool decode_is_long(int64_t m, int64_t k, Element weights);
+bool decode_is_long(int64_t m, int64_t k);
 // Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);

@@ -14,15 +14,33 @@ namespace te_mx::sm90 {
 // rows without blocks in a pass are 0, and their codes hold anything. `passes`: of [16 rows][quad].
 struct AlignedInput {
   DecodeInput in;
+  DecodeRows rows_of;             // which rows a block has
+  const int32_t* from = nullptr;  // row of `in` of every row, or null
   int m = 0, k = 0, quads = 0, spread = 0;
   int rows = 0;  // of a block, 16 at least
   uint8_t* made = nullptr;
   uint8_t* passes = nullptr;
 
+  __device__ __forceinline__ int row(int i) const { return from == nullptr ? i : __ldcg(from + i); }
   __device__ __forceinline__ uint8_t* at(int64_t block, int pass, int quad) const {
     return made + ((block * kMostPasses + pass) * quads + quad) * aligned_bytes(rows);
   }
 };
+
+// Codes times 2^-down, rounded to nearest even.
+__device__ __forceinline__ uint2 lowered(uint2 codes, int down) {
+  const uint4 h = halves_of<Element::e4m3>(codes);
+  const float f = __uint_as_float(static_cast<uint32_t>(127 - down) << 23);
+  const auto two = [&](uint32_t w) {
+    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
+    return float2{v.x * f, v.y * f};
+  };
+  const float2 a = two(h.x), b = two(h.y), c = two(h.z), d = two(h.w);
+  return {tile::fp8x4<Element::e4m3>(a.x, a.y, b.x, b.y),
+          tile::fp8x4<Element::e4m3>(c.x, c.y, d.x, d.y)};
+}
+// Codes of a block of NaN.
+__device__ __forceinline__ uint2 nan_codes() { return {0x7F7F7F7Fu, 0x7F7F7F7Fu}; }
 
 // Eight elements of a row as codes of MX, of which passes take one part after the other. By whole
 // warps: half of one has a quad of a row.
@@ -50,28 +68,14 @@ struct AlignedEight {
     const int down = e - static_cast<int>(byte);
     made = {0, 0};
     if (left && down <= spread) {
-      made = down == 0 ? codes : lowered(down);
+      made = down == 0 ? codes : lowered(codes, down);
       left = false;
     }
-    if (number == 0 && byte == 255) made = codes;
+    if (number == 0 && byte == 255) made = nan_codes();
     return e;
   }
   // By the warp: whether a pass is left to either half of it.
   __device__ __forceinline__ bool more() const { return __any_sync(~0u, left); }
-
- private:
-  // Codes times 2^-down, rounded to nearest even.
-  __device__ __forceinline__ uint2 lowered(int down) const {
-    const uint4 h = halves_of<Element::e4m3>(codes);
-    const float f = __uint_as_float(static_cast<uint32_t>(127 - down) << 23);
-    const auto two = [&](uint32_t w) {
-      const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
-      return float2{v.x * f, v.y * f};
-    };
-    const float2 a = two(h.x), b = two(h.y), c = two(h.z), d = two(h.w);
-    return {tile::fp8x4<Element::e4m3>(a.x, a.y, b.x, b.y),
-            tile::fp8x4<Element::e4m3>(c.x, c.y, d.x, d.y)};
-  }
 };
 
 // Where the scale of row r lies: what lane 4g + t reads at once, columns 8j + 2t and 8j + 2t + 1 of
@@ -82,10 +86,19 @@ __device__ __forceinline__ int aligned_scale_place(int r) {
   const int j = r / 8, t = r % 8 / 2;
   return ((j / kTogether * 4 + t) * kTogether + j % kTogether) * 2 + r % 2;
 }
-// Eight codes of row r, from 8 * lane of a quad on.
-__device__ __forceinline__ void store_aligned(uint8_t* quad, uint2 codes, int r, int lane) {
+// Eight codes of row r, from 8 * lane of a quad on. nibbles: for weights of 4 bits, where lane t of
+// an operand has eight codes of a block in a word: k 8t to 8t + 3 lie first, of all t, then the
+// rest.
+__device__ __forceinline__ void store_aligned(uint8_t* quad, uint2 codes, int r, int lane,
+                                              bool nibbles) {
   uint8_t* const rows = quad + r / 8 * 1024;
-  *reinterpret_cast<uint2*>(rows + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = codes;
+  if (nibbles) {
+    uint8_t* const at = rows + lane % 4 * 4;
+    *reinterpret_cast<uint32_t*>(at + tile::swizzle128(r % 8, lane / 4 * 2)) = codes.x;
+    *reinterpret_cast<uint32_t*>(at + tile::swizzle128(r % 8, lane / 4 * 2 + 1)) = codes.y;
+  } else {
+    *reinterpret_cast<uint2*>(rows + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = codes;
+  }
 }
 // The scale of an exponent; that of codes which are zeros, or NaN, is 1.
 __device__ __forceinline__ float aligned_scale(int e) {
@@ -93,69 +106,7 @@ __device__ __forceinline__ float aligned_scale(int e) {
 }
 
 inline constexpr int kAlignThreads = 256, kAlignRows = kAlignThreads / 16;
-// Half a warp has a row.
-template <class Eight>
-__device__ __forceinline__ void align_row(const AlignedInput& a) {
-  const int quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 16;
-  const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 16;
-  const int k = quad * kDecodeQuad + lane * 8, block = row / a.rows, r = row - block * a.rows;
-  const bool there = row < a.m;
-  Eight x;
-  x.load(a.in, there ? row : 0, k, there ? a.k - k : 0);
-  AlignedEight eight(x, a.in);
-  bool more = true;
-  int passes = 0;
-#pragma unroll 1
-  for (int number = 0; number < kMostPasses; ++number) {
-    uint2 made;
-    int e = -1;
-    if (more) e = eight.pass(number, a.spread, made), more = eight.more(), ++passes;
-    if (!there) continue;
-    uint8_t* const to = a.at(block, number, quad);
-    if (number == 0 || e >= 0) store_aligned(to, made, r, lane);
-    if (lane == 0)
-      reinterpret_cast<float*>(to + a.rows * kDecodeQuad)[aligned_scale_place<false>(r)] =
-          number > 0 && e < 0 ? 0.0f : aligned_scale(e);
-  }
-  passes = 1 + (__syncthreads_or(passes > 1)
-                    ? 1 + (__syncthreads_or(passes > 2) != 0) + (__syncthreads_or(passes > 3) != 0)
-                    : 0);
-  if (threadIdx.x == 0)
-    a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
-}
-
 template <class T, bool kVectors>
 using AlignedValues = EightValues<T, Element::e4m3, kVectors, false, false>;
-
-template <bool kVectors>
-__device__ __forceinline__ void align_any(const AlignedInput& a) {
-  using Bf16 = AlignedValues<__nv_bfloat16, kVectors>;
-  using F16 = AlignedValues<__half, kVectors>;
-  const bool bf16 = a.in.dtype == DType::bf16;
-  if (a.in.scales != nullptr)
-    return align_row<EightCodes<Element::e4m3, kVectors, false, false>>(a);
-  if constexpr (kVectors) {
-    if (a.in.gate != nullptr) {
-      if (bf16) return align_row<EightGated<Bf16, __nv_bfloat16>>(a);
-      return align_row<EightGated<F16, __half>>(a);
-    }
-  }
-  if (bf16) return align_row<Bf16>(a);
-  if (a.in.dtype == DType::f16) return align_row<F16>(a);
-  return align_row<AlignedValues<float, kVectors>>(a);
-}
-
-// Prepares all rows. Grid: x = quads, y = 16 rows. NOTE: of few registers, so that this kernel and
-// the next product have room beside a product that runs.
-__global__ void __launch_bounds__(kAlignThreads, 5)
-    align_rows(const __grid_constant__ AlignedInput a) {
-  tile::let_dependents_start();
-  tile::await_predecessors();
-  if (a.in.vectors && a.k % 8 == 0) {
-    align_any<true>(a);
-  } else {
-    align_any<false>(a);
-  }
-}
 
 }  // namespace te_mx::sm90

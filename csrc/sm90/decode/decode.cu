@@ -113,12 +113,16 @@ Status decode(const DecodeArgs& a) {
   t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   const bool halves = a.halves();
   if (a.factors) return run_decode_factors_e4m3(t, halves);
+  if (two_a_byte(a)) {
+    if (halves) return run_decode_e2m1(t);
+    return a.execution.kernel < 0 ? run_wide_e2m1(t, a.spread, sms) : Status::unsupported;
+  }
   if (a.w_packed && a.w_element == Element::e4m3 && !halves && a.groups.count == 0 &&
       a.execution.kernel < 0) {
     const Status wide = run_wide(t, a.spread, sms);
     if (wide != Status::unsupported) return wide;
   }
-  return two_a_byte(a) ? run_decode_e2m1(t, halves) : run_decode_e4m3(t, halves);
+  return run_decode_e4m3(t, halves);
 }
 
 }  // namespace te_mx::sm90

@@ -55,23 +55,14 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
                                             int lane) {
   uint8_t* const quad = to.data + q * decode_input_bytes(kRows, kHalves) + r / 8 * 1024;
   const uint4 w = x.words;
-  if (to.pairs) {
+  if (kHalves && to.pairs) {
     // Lane t of a block: k 8t, 8t + 2, .. and then 8t + 1, 8t + 3, ..
-    const int t = lane % 4;
-    const auto store = [&](uint8_t* from, int chunk, uint32_t v) {
-      *reinterpret_cast<uint32_t*>(from + tile::swizzle128(r % 8, chunk) + 4 * t) = v;
+    uint8_t* const half = quad + lane / 8 * (kRows * 128) + lane % 4 * 4;
+    const auto store = [&](int chunk, uint32_t v) {
+      *reinterpret_cast<uint32_t*>(half + tile::swizzle128(r % 8, lane % 8 / 4 * 4 + chunk)) = v;
     };
-    if constexpr (kHalves) {
-      uint8_t* const half = quad + lane / 8 * (kRows * 128);
-      const int chunk = lane % 8 / 4 * 4;
-      store(half, chunk, __byte_perm(w.x, w.y, 0x5410));
-      store(half, chunk + 1, __byte_perm(w.z, w.w, 0x5410));
-      store(half, chunk + 2, __byte_perm(w.x, w.y, 0x7632));
-      store(half, chunk + 3, __byte_perm(w.z, w.w, 0x7632));
-    } else {
-      store(quad, lane / 4 * 2, __byte_perm(w.x, w.y, 0x6420));
-      store(quad, lane / 4 * 2 + 1, __byte_perm(w.x, w.y, 0x7531));
-    }
+    store(0, __byte_perm(w.x, w.y, 0x5410)), store(1, __byte_perm(w.z, w.w, 0x5410));
+    store(2, __byte_perm(w.x, w.y, 0x7632)), store(3, __byte_perm(w.z, w.w, 0x7632));
   } else if constexpr (kHalves) {
     // NOTE: pairs of 16 k lie as halves_of_codes() has them.
     uint8_t* const half = quad + lane / 8 * (kRows * 128);
@@ -84,7 +75,8 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
   constexpr int kLanes = kFactors ? 16 : 4;
   if (lane % kLanes == 0) {
     float* const scales = reinterpret_cast<float*>(to.scales + q * decode_scale_bytes(kRows));
-    scales[lane / kLanes * kRows + scale_place<kRows>(r)] = to.pairs ? x.scale * 64.0f : x.scale;
+    scales[lane / kLanes * kRows + scale_place<kRows>(r)] =
+        kHalves && to.pairs ? x.scale * 64.0f : x.scale;
   }
 }
 

@@ -11,6 +11,7 @@ struct DecodeTask {
   DecodeCodes w;
   DecodeSplit split;
   DecodeRows rows;
+  const int32_t* from = nullptr;  // rows of x, of wide kernels alone
   int64_t n = 0, k = 0;
   void* workspace = nullptr;
   void* stream = nullptr;
@@ -57,7 +58,7 @@ Status run_decode_wide(const DecodeTask& t, int rows) {
   const bool plain = t.p.in.plain(t.k);
   if ((rows == 8 && !plain) || (rows > 16 && t.split.tiles > 1))
     return run_decode_narrow<kFmt, false, kFactors>(t, rows);
-  const bool made = !plain || decode_is_long(t.rows.m, t.k, kFmt);
+  const bool made = !plain || decode_is_long(t.rows.m, t.k);
   if (rows == 8 && !made) return run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);
   if (rows <= 16) {
     return made ? run_decode<DecodeMath<kFmt, 16, false, kFactors, kMade, 16>>(t)
@@ -72,19 +73,20 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
   const int rows = decode_rows(t.rows.m, t.rows.groups.count);
   if (halves) return run_decode_narrow<kFmt, true, kFactors>(t, rows);
   // NOTE: of MXFP8 it is groups, and what no layer has, that come here.
-  if constexpr (kFactors || kFmt == Element::e2m1) {
+  if constexpr (kFactors) {
     if (t.split.warpgroups == 4 && t.rows.groups.count == 0)
       return run_decode_wide<kFmt, kFactors>(t, rows);
   }
   return run_decode_narrow<kFmt, false, kFactors>(t, rows);
 }
 
-// wide_kernel, of one matrix of MXFP8 in tiles; spread: the octaves that blocks of a row of x may
-// be apart. unsupported: a part of k is too long.
+// wide_kernel, of one matrix of MXFP8 in tiles, and wide_fp4_kernel, of plain MXFP4; spread: the
+// octaves that blocks of a row of x may be apart. unsupported: a part of k is too long.
 Status run_wide(const DecodeTask& t, int spread, int sms);
+Status run_wide_e2m1(const DecodeTask& t, int spread, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_e2m1(const DecodeTask& t, bool halves);
+Status run_decode_e2m1(const DecodeTask& t);  // in fp16
 Status run_decode_factors_e4m3(const DecodeTask& t, bool halves);
 
 }  // namespace te_mx::sm90

@@ -87,11 +87,11 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
   return ahead <= 1 ? wide : narrow;
 }
 
-// Up to 8 rows leave room for the CTA of the next product, which loads its weights meanwhile, and
-// 4-bit weights do not wait for memory: rows that are prepared before win later.
-bool decode_is_long(int64_t m, int64_t k, Element weights) {
+// Up to 8 rows leave room for the CTA of the next product, which loads its weights meanwhile: rows
+// that are prepared before win later.
+bool decode_is_long(int64_t m, int64_t k) {
   const int64_t quads = m * ((decode_quads(k) + 1) / 2);
-  return quads > (m > kDecodeOwnRows ? 160 : weights == Element::e2m1 ? 512 : 256);
+  return quads > (m > kDecodeOwnRows ? 160 : 256);
 }
 
 DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves,
@@ -134,15 +134,15 @@ int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
   const int rows = decode_rows(m, groups);
   const int64_t quads = decode_quads(k);
   int64_t few = 0;
-  if (rows > kDecodeOwnRows || (groups == 0 && decode_is_long(m, k, Element::e4m3))) {
+  if (rows > kDecodeOwnRows || (groups == 0 && decode_is_long(m, k))) {
     const int kept = std::max(rows, 16);
     few = quads * (decode_input_bytes(kept, true) + decode_scale_bytes(kept)) *
           decode_blocks(m, groups, kept);
   }
-  if (groups > 0) return few;
-  const int64_t blocks = ceil_div(m, wide_rows(m));
-  const int64_t wide =
-      quads * (blocks * kMostPasses * aligned_bytes(wide_rows(m)) + ceil_div(m, 16));
+  const int rows_wide = wide_rows(m, groups);
+  const int64_t blocks = decode_blocks(m, groups, rows_wide);
+  const int64_t wide = (quads + 1) / 2 * 2 * blocks *
+                       (kMostPasses * aligned_bytes(rows_wide) + (rows_wide + 15) / 16);
   return std::max(few, wide);
 }
 

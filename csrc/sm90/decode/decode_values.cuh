@@ -123,15 +123,28 @@ struct EightValues {
     }
   }
 
+  // The largest magnitudes of the lane's elements.
+  __device__ __forceinline__ auto own_most() const {
+    using In = Input<T>;
+    return In::larger(In::larger(word(0), word(1)), In::larger(word(2), word(3)));
+  }
   // Bits of the largest magnitude of a block. NaN wins.
   __device__ __forceinline__ uint32_t most() const {
     using In = Input<T>;
-    auto m = In::larger(In::larger(word(0), word(1)), In::larger(word(2), word(3)));
+    auto m = own_most();
 #pragma unroll
     for (int lanes = 1; lanes < (kFactors ? 16 : 4); lanes *= 2)
       m = In::larger(m, In::shuffle_xor(m, lanes));
     const float2 two = In::magnitudes(m);
     return max(__float_as_uint(two.x), __float_as_uint(two.y));
+  }
+
+  // Codes of MX for the scale of the block.
+  __device__ __forceinline__ uint2 codes_of(uint32_t byte) const {
+    const uint32_t f = block_factor(byte) * 0x10001u;
+    const float2 a = Input<T>::scaled(word(0), f), b = Input<T>::scaled(word(1), f),
+                 c = Input<T>::scaled(word(2), f), d = Input<T>::scaled(word(3), f);
+    return {tile::fp8x4<kFmt>(a.x, a.y, b.x, b.y), tile::fp8x4<kFmt>(c.x, c.y, d.x, d.y)};
   }
 
   __device__ __forceinline__ EightMade made(const DecodeInput& in) const {
@@ -144,10 +157,8 @@ struct EightValues {
       const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
       codes = codes_by_row<T, kFmt>(eight, f.factor), scale = f.scale;
     } else {
-      const uint32_t byte = scale_byte(in, most()), f = block_factor(byte) * 0x10001u;
-      const float2 a = Input<T>::scaled(word(0), f), b = Input<T>::scaled(word(1), f),
-                   c = Input<T>::scaled(word(2), f), d = Input<T>::scaled(word(3), f);
-      codes = {tile::fp8x4<kFmt>(a.x, a.y, b.x, b.y), tile::fp8x4<kFmt>(c.x, c.y, d.x, d.y)};
+      const uint32_t byte = scale_byte(in, most());
+      codes = codes_of(byte);
       scale = tile::e8m0_to_float(byte);
     }
     if constexpr (kHalves) return {halves_of<kFmt>(codes), scale};

@@ -1,7 +1,8 @@
 // Rows of x times MXFP8 weights that stand still in tiles (sm90_layout.h), of which a CTA has 128
 // rows: out[row, n] = sum over k of x[row, k] w[n, k].
 //
-// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster. The transposed product on
+// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster; of groups of rows, with a
+// weight each, y = blocks (decode_rows.cuh). The transposed product on
 // wgmma: weights are operand A, from shared memory as they came; x, aligned for 128 of k
 // (aligned_rows.cuh), is operand B, so that a tile of one scale for a row has one sum of a quad to
 // go to fp32. CTAs of a cluster have parts of k, whose sums go to the CTA that adds them up, in
@@ -32,43 +33,52 @@ struct WideParams {
   const uint8_t* words = nullptr;  // scales of tiles
   int64_t words_quad = 0;          // bytes from a quad to the next
   int n = 0, cluster = 1, blocks = 1, stages = 0;
-  Shares parts;  // of quads
+  Shares parts;  // of stages
   DecodeOut out;
 };
 
 // Where things lie in shared memory. x: of a CTA that makes it, codes of all quads, then scales.
 struct WideRoom {
-  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, bytes;
+  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, bytes;
 };
 
 // kMakes: every CTA makes its x.
 template <int kCols, bool kMakes>
 struct WideMath {
-  static constexpr int kX = kCols, kFloats = kCols / 2;
+  static constexpr int kX = kCols, kFloats = kCols / 2, kCtas = 2;
+  static constexpr int kThreads = kWideThreads;
   static constexpr bool kMakesX = kMakes;
   static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
   // Of a stage, with prepared x; beside it scales of both.
   static constexpr int kStage = kWideWeights + (kMakesX ? 0 : kCodes);
   static constexpr int kBeside = kWideWords + (kMakesX ? 0 : kScales);
-
-  __host__ __device__ static constexpr WideRoom room(int stages, int cluster, int quads) {
-    WideRoom r{};
-    r.x_at = stages * kStage;
-    r.sums_at = r.x_at + (kMakesX ? quads * kCodes : 0);
-    r.x_scales_at = r.sums_at + (kCols + cluster - 1) / cluster * cluster * 512;
-    r.beside_at = r.x_scales_at + (kMakesX ? quads * kScales : 0);
-    r.passes_at = r.beside_at + stages * kBeside;
-    r.bars_at = r.passes_at + (quads + 1) / 2 * 8;
-    r.bytes = r.bars_at + (2 * kWideMostStages + 2) * 8;
-    return r;
-  }
+  static constexpr int kQuads = 1;     // of a stage
+  static constexpr int kArrivals = 1;  // at its barrier
+  static constexpr int kPassLists = 1;
+  static constexpr bool kNibbles = false;
 };
+
+// longest: stages of the longest part.
+template <class Math>
+__host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int longest) {
+  const int quads = Math::kMakesX ? longest * Math::kQuads : 0;
+  WideRoom r{};
+  r.x_at = stages * Math::kStage;
+  r.sums_at = r.x_at + quads * Math::kCodes;
+  r.x_scales_at = r.sums_at + (Math::kX + cluster - 1) / cluster * cluster * 512;
+  r.beside_at = r.x_scales_at + quads * Math::kScales;
+  r.passes_at = r.beside_at + stages * Math::kBeside;
+  r.bars_at = r.passes_at + (Math::kPassLists * longest + 1) / 2 * 8;
+  r.rows_at = r.bars_at + (2 * kWideMostStages + 2) * 8;
+  r.bytes = r.rows_at + 16;
+  return r;
+}
 
 // What a CTA has to do, and where.
 template <class Math>
 struct WidePlace {
   const WideParams& p;
-  int rank, tile_n, block, first, length;  // first, length: of its quads
+  int rank, tile_n, block, first, length;  // first, length: of its part, in stages
   WideRoom room;
   uint8_t* smem;
   uint32_t base, full, empty;  // shared addresses; barriers of stages that are there, were read
@@ -79,18 +89,37 @@ struct WidePlace {
   __device__ __forceinline__ WidePlace(const WideParams& p, uint8_t* smem)
       : p(p), rank(static_cast<int>(tile::cluster_rank())), smem(smem) {
     const int index = static_cast<int>(tile::cluster_index());
-    tile_n = index / p.blocks, block = index - tile_n * p.blocks;
-    const Range quads(p.parts, rank);
-    first = quads.first, length = quads.last - first;
-    // NOTE: parts differ by a quad, places must not.
-    room = Math::room(p.stages, p.cluster, p.parts.least + 1);
+    tile_n = index / p.blocks, block = index - tile_n * p.blocks + static_cast<int>(blockIdx.y);
+    const Range part(p.parts, rank);
+    first = part.first, length = part.last - first;
+    // NOTE: parts differ by a stage, places must not.
+    room = wide_room<Math>(p.stages, p.cluster, p.parts.least + 1);
     base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kWideMostStages;
     bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
     passes = reinterpret_cast<int*>(smem + room.passes_at);
     most_passes = reinterpret_cast<int*>(sums_bar() + 1);
   }
   __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kWideMostStages; }
-  __device__ __forceinline__ int rows() const { return min(p.x.m - block * Math::kX, Math::kX); }
+  // By whole warps, before anything else; false: there is nothing to do. Until the end rows take no
+  // registers.
+  __device__ __forceinline__ bool take_rows() const {
+    DecodeRows all = p.x.rows_of;
+    const bool grouped = !all.early();
+    if (grouped) tile::await_predecessors();
+    if (!all.begin(block)) return false;
+    if (grouped && all.group < 0) {
+      if (rank == 0)
+        clear<Math::kThreads>(p.out, all, tile_n * kWideRows, min(p.n, (tile_n + 1) * kWideRows));
+      return false;
+    }
+    if (threadIdx.x == kWideMath) *reinterpret_cast<DecodeBlock*>(smem + room.rows_at) = all;
+    return true;
+  }
+  __device__ __forceinline__ const DecodeBlock& rows() const {
+    return *reinterpret_cast<const DecodeBlock*>(smem + room.rows_at);
+  }
+  // The first row of the CTA's weights, of those of all groups.
+  __device__ __forceinline__ int row0() const { return rows().group * p.n + tile_n * kWideRows; }
   // Fragments of 16 rows of weights and 8 of x that this CTA adds up.
   __device__ __forceinline__ int mine() const {
     return (Math::kX - rank + p.cluster - 1) / p.cluster;
@@ -102,14 +131,16 @@ struct WidePlace {
   // By one thread.
   __device__ __forceinline__ void start() const {
     for (int i = 0; i < p.stages; ++i) {
-      tile::mbar_init(bars + i, 1);
+      tile::mbar_init(bars + i, Math::kArrivals);
       tile::mbar_init(bars + kWideMostStages + i, kWideMath / 32);
     }
     tile::mbar_init(sums_bar(), 1);
     tile::mbar_init_fence();
     if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
-    *most_passes = 1;
-    for (int i = 0; i < length; ++i) passes[i] = 1;
+    for (int list = 0; list < Math::kPassLists; ++list) {
+      most_passes[list] = 1;
+      for (int i = 0; i < length; ++i) passes[list * (p.parts.least + 1) + i] = 1;
+    }
   }
 };
 
@@ -124,7 +155,7 @@ struct WideProducer {
     const uint32_t bar = at.full + 8 * s;
     const int q = at.first + i;
     tile::mbar_arrive_expect(bar, Math::kStage + Math::kBeside);
-    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.tile_n * kWideRows);
+    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.row0());
     tile::bulk_load(at.beside(s), at.p.words + q * at.p.words_quad + at.tile_n * kWideWords,
                     kWideWords, bar);
   }
@@ -169,42 +200,15 @@ struct WideProducer {
 // Sums of a warp: of lane 4g + t rows g and g + 8 of its 16 of weights, rows 8j + 2t and
 // 8j + 2t + 1 of x.
 template <class Math>
-struct WideSums {
+struct WideTotals {
   static constexpr int kFloats = Math::kFloats;
   float v[kFloats] = {};
 
-  // w: wgmma_desc of the warpgroup's weights; low, high: words of the lane's rows; scales: of the
-  // lane's rows of x, a shared address. kLater: of a further pass, where rows with a scale of 0
-  // have none.
-  template <bool kLater>
-  __device__ __forceinline__ void add(uint32_t w, uint32_t low, uint32_t high, uint32_t cls,
-                                      uint32_t x, uint32_t scales) {
-    float d[kFloats] = {};
-    if (cls < 2) {
-      tile::wgmma_fence();
-      tile::wgmma_shared<false>(d, w, x);
-      tile::wgmma_shared<true>(d, w + 2, x + 2);
-      tile::wgmma_shared<true>(d, w + 4, x + 4);
-      tile::wgmma_shared<true>(d, w + 6, x + 6);
-      // NOTE: the low bits of such words may say how to unpack codes.
-      promote<kLater>(d, __uint_as_float(low & 0x7F800000u), __uint_as_float(high & 0x7F800000u),
-                      scales);
-      return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
-      tile::wgmma_fence();
-      tile::wgmma_shared<false>(d, w + 2 * i, x + 2 * i);
-      promote<kLater>(d, scale_of(low, 0), scale_of(high, 0), scales);
-    }
-  }
-
- private:
+  // Adds d, which is there, times the scales of the lane's rows of weights and of those of x, which
+  // lie at a shared address. kLater: of a further pass, where rows with a scale of 0 have none.
   template <bool kLater>
   __device__ __forceinline__ void promote(float (&d)[kFloats], float low, float high,
                                           uint32_t scales) {
-    tile::wgmma_commit();
-    tile::wgmma_wait<0>();
     tile::wgmma_pin(d);
     // NOTE: one product after the other; that of the scales need not be a number of fp32.
     const auto one = [&](int i, float w, float x) {
@@ -227,55 +231,179 @@ struct WideSums {
   }
 };
 
-// Makes pass `number` of the CTA's slice of x, of bf16 values in whole vectors, by the warps that
-// multiply; the first time counts passes, too.
 template <class Math>
-__device__ __forceinline__ void make_aligned(const WidePlace<Math>& at, int number) {
-  constexpr int kWorkers = kWideMath / 16, kBatch = 4;
+struct WideSums : WideTotals<Math> {
+  static constexpr int kFloats = Math::kFloats;
+
+  // w: wgmma_desc of the warpgroup's weights; low, high: words of the lane's rows; scales, kLater:
+  // see promote().
+  template <bool kLater>
+  __device__ __forceinline__ void add(uint32_t w, uint32_t low, uint32_t high, uint32_t cls,
+                                      uint32_t x, uint32_t scales) {
+    float d[kFloats] = {};
+    const auto take = [&](float of_low, float of_high) {
+      tile::wgmma_commit();
+      tile::wgmma_wait<0>();
+      this->template promote<kLater>(d, of_low, of_high, scales);
+    };
+    if (cls < 2) {
+      tile::wgmma_fence();
+      tile::wgmma_shared<false>(d, w, x);
+      tile::wgmma_shared<true>(d, w + 2, x + 2);
+      tile::wgmma_shared<true>(d, w + 4, x + 4);
+      tile::wgmma_shared<true>(d, w + 6, x + 6);
+      // NOTE: the low bits of such words may say how to unpack codes.
+      take(__uint_as_float(low & 0x7F800000u), __uint_as_float(high & 0x7F800000u));
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
+      tile::wgmma_fence();
+      tile::wgmma_shared<false>(d, w + 2 * i, x + 2 * i);
+      take(scale_of(low, 0), scale_of(high, 0));
+    }
+  }
+};
+
+// Calls quads(x, quads, rows) for the CTA's slice of x, bf16 values in whole vectors, kBatch parts
+// of a row at a time: quads of the slice, rows of the block, -1 of nothing. By the warps that
+// multiply; half a warp has a part.
+inline constexpr int kMakeBatch = 4;
+using MadeEight = AlignedValues<__nv_bfloat16, true>;
+
+template <class Math, class Quads>
+__device__ __forceinline__ void each_quad(const WidePlace<Math>& at, const Quads& quads) {
+  constexpr int kWorkers = kWideMath / 16;
   const AlignedInput& a = at.p.x;
   const int worker = static_cast<int>(threadIdx.x) / 16, lane = threadIdx.x % 16;
   // NOTE: both halves of a warp have a row of the same quad.
-  const int count = at.rows(), even = (count + 1) & ~1, all = at.length * even;
+  const int count = at.rows().count, even = (count + 1) & ~1;
+  const int all = at.length * Math::kQuads * even;
 #pragma unroll 1
-  for (int begin = worker; begin < all; begin += kWorkers * kBatch) {
-    AlignedValues<__nv_bfloat16, true> x[kBatch];
-    int quads[kBatch], rows[kBatch];
+  for (int begin = worker; begin < all; begin += kWorkers * kMakeBatch) {
+    MadeEight x[kMakeBatch];
+    int quad[kMakeBatch], row[kMakeBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kMakeBatch; ++j) {
       const int one = begin + j * kWorkers, q = one / even, r = one - q * even;
-      const int k = (at.first + q) * kDecodeQuad + lane * 8;
+      const int k = (at.first * Math::kQuads + q) * kDecodeQuad + lane * 8;
       const bool there = one < all && r < count;
-      quads[j] = q, rows[j] = there ? r : -1;
-      x[j].load(a.in, at.block * Math::kX + (there ? r : 0), k, there ? a.k - k : 0);
+      quad[j] = q, row[j] = there ? r : -1;
+      x[j].load(a.in, a.row(at.rows().first + (there ? r : 0)), k, there ? a.k - k : 0);
+    }
+    quads(x, quad, row);
+  }
+}
+
+template <class Math>
+__device__ __forceinline__ void store_made(const WidePlace<Math>& at, uint2 made, int e, int quad,
+                                           int row, int lane) {
+  if (row < 0) return;
+  store_aligned(at.smem + at.room.x_at + quad * Math::kCodes, made, row, lane, Math::kNibbles);
+  if (lane == 0)
+    reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
+                             quad * Math::kScales)[aligned_scale_place<Math::kX == 8>(row)] =
+        aligned_scale(e);
+}
+
+// Makes the CTA's slice of x, and counts passes. NOTE: each step for all parts before the next, as
+// each waits for lanes.
+template <class Math>
+__device__ __forceinline__ void make_first(const WidePlace<Math>& at) {
+  using In = Input<__nv_bfloat16>;
+  const AlignedInput& a = at.p.x;
+  const int lane = threadIdx.x % 16;
+  each_quad(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
+                    const int (&row)[kMakeBatch]) {
+    decltype(x[0].own_most()) most[kMakeBatch];
+    uint2 codes[kMakeBatch];
+    int byte[kMakeBatch], e[kMakeBatch];
+    bool left[kMakeBatch];
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) most[j] = x[j].own_most();
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kMakeBatch; ++j)
+        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
+      const float2 two = In::magnitudes(most[j]);
+      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+      byte[j] = static_cast<int>(scale_byte(a.in, amax));
+      codes[j] = x[j].codes_of(byte[j]);
+      // NOTE: of codes that are all rounded to zero, too; their scale is the least that there is.
+      left[j] = amax != 0 && byte[j] != 255, e[j] = left[j] ? byte[j] : -1;
     }
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if ((begin & ~1) + j * kWorkers >= all) break;
+    for (int lanes = 4; lanes < 16; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kMakeBatch; ++j) e[j] = max(e[j], __shfl_xor_sync(~0u, e[j], lanes));
+    bool more = false;
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
+      const int down = e[j] - byte[j];
+      const bool taken = left[j] && down <= a.spread;
+      const uint2 made = lowered(codes[j], taken ? down : 0);
+      more |= left[j] && !taken;
+      store_made(at,
+                 byte[j] == 255 ? nan_codes()
+                 : taken        ? made
+                                : uint2{0, 0},
+                 e[j], quad[j], row[j], lane);
+    }
+    if (!__any_sync(~0u, more)) return;
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
       AlignedEight eight(x[j], a.in);
       uint2 made;
-      int e = -1, passes = number + 1;
+      int passes = 0;
+#pragma unroll 1
+      for (; passes == 0 || eight.more(); ++passes) eight.pass(passes, a.spread, made);
+      if (row[j] >= 0 && passes > 1)
+        atomicMax(at.passes + quad[j] / Math::kQuads, passes), atomicMax(at.most_passes, passes);
+    }
+  });
+  tile::fence_async_proxy();
+}
+
+// Makes a further pass.
+template <class Math>
+__device__ __forceinline__ void make_pass(const WidePlace<Math>& at, int number) {
+  const AlignedInput& a = at.p.x;
+  const int lane = threadIdx.x % 16;
+  each_quad(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
+                    const int (&row)[kMakeBatch]) {
+#pragma unroll
+    for (int j = 0; j < kMakeBatch; ++j) {
+      AlignedEight eight(x[j], a.in);
+      uint2 made;
+      int e = -1;
 #pragma unroll 1
       for (int i = 0; i <= number; ++i) e = eight.pass(i, a.spread, made);
-      if (rows[j] >= 0) {
-        store_aligned(at.smem + at.room.x_at + quads[j] * Math::kCodes, made, rows[j], lane);
-        if (lane == 0)
-          reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
-                                   quads[j] *
-                                       Math::kScales)[aligned_scale_place<Math::kX == 8>(rows[j])] =
-              aligned_scale(e);
-      }
-      if (number > 0 || !eight.more()) continue;
-#pragma unroll 1
-      for (; eight.more(); ++passes) eight.pass(passes, a.spread, made);
-      atomicMax(at.passes + quads[j], passes), atomicMax(at.most_passes, passes);
+      store_made(at, made, e, quad[j], row[j], lane);
     }
-  }
+  });
   tile::fence_async_proxy();
+}
+
+// Passes of the CTA's quads of prepared x, by the warps that multiply.
+template <class Math>
+__device__ __forceinline__ void find_passes(const WidePlace<Math>& at) {
+  constexpr int kGroups = Math::kX / kAlignRows;
+  const int groups = (at.rows().count + kAlignRows - 1) / kAlignRows;
+  for (int i = threadIdx.x; i < at.length * Math::kQuads; i += kWideMath) {
+    int most = 1;
+    for (int g = 0; g < groups; ++g)
+      most = max(most, int{__ldcg(at.p.x.passes + int64_t{at.block * kGroups + g} * at.p.x.quads +
+                                  at.first * Math::kQuads + i)});
+    if (most > 1) atomicMax(at.passes + i / Math::kQuads, most), atomicMax(at.most_passes, most);
+  }
 }
 
 // Sends the sums of a CTA's part of k to those who add them up.
 template <class Math>
-__device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideSums<Math>& sums,
+__device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideTotals<Math>& sums,
                                           int warp, int lane) {
   const int cluster = at.p.cluster;
   float4* const all = reinterpret_cast<float4*>(at.smem + at.room.sums_at) + at.rank * 32 + lane;
@@ -299,7 +427,7 @@ __device__ __forceinline__ void send_wide(const WidePlace<Math>& at, const WideS
 // a row of x and eight of the weights.
 template <class Math>
 __device__ __forceinline__ void finish_tile(const WidePlace<Math>& at) {
-  const int lane = threadIdx.x % 16, half = lane % 2, count = at.rows(), mine = at.mine();
+  const int lane = threadIdx.x % 16, half = lane % 2, count = at.rows().count, mine = at.mine();
   for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += kWideMath / 16) {
     const int fragment = at.rank + slot * at.p.cluster, col = fragment / 8 * 8 + lane / 2;
     const int n = at.tile_n * kWideRows + fragment % 8 * kDecodeRows + half * 8;
@@ -309,7 +437,8 @@ __device__ __forceinline__ void finish_tile(const WidePlace<Math>& at) {
                               slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
     add_parts(from, at.p.cluster, v);
-    write_eight(at.p.out, int64_t{at.block} * Math::kX + col, n, 0, there, v);
+    write_eight(at.p.out, int64_t{at.rows().first} + col, n, int64_t{at.rows().group} * at.p.n,
+                there, v);
   }
 }
 
@@ -321,6 +450,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
   const WidePlace<Math> at(p, smem);
+  if (!at.take_rows()) return;
   if (threadIdx.x == kWideMath) tile::tma_prefetch(&map), at.start();
   __syncthreads();
   if (p.cluster > 1) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
@@ -341,18 +471,10 @@ __global__ void __launch_bounds__(kWideThreads, 2)
 
   tile::await_predecessors();
   if constexpr (Math::kMakesX) {
-    make_aligned(at, 0);
+    make_first(at);
     tile::named_barrier(kMath, kWideMath);
   } else {
-    constexpr int kGroups = Math::kX / kAlignRows;
-    const int groups = (at.rows() + kAlignRows - 1) / kAlignRows;
-    for (int i = threadIdx.x; i < at.length; i += kWideMath) {
-      int most = 1;
-      for (int g = 0; g < groups; ++g)
-        most = max(most, int{__ldcg(p.x.passes + int64_t{at.block * kGroups + g} * p.x.quads +
-                                    at.first + i)});
-      if (most > 1) at.passes[i] = most, atomicMax(at.most_passes, most);
-    }
+    find_passes(at);
   }
   WideSums<Math> sums;
   int s = 0;
@@ -381,7 +503,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   for (int pass = 1; pass < most; ++pass) {
     if constexpr (Math::kMakesX) {
       tile::named_barrier(kMath, kWideMath);  // all have multiplied the pass before
-      make_aligned(at, pass);
+      make_pass(at, pass);
       tile::named_barrier(kMath, kWideMath);
     }
 #pragma unroll 1
