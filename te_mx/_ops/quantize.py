@@ -16,9 +16,9 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.registry import planned
-from te_mx.layouts import registry, spec_of
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
-from te_mx.runtime import compiled
+from te_mx.layouts.registry import is_tensor_scaled
 from te_mx.runtime.ran import note_read
 
 
@@ -181,8 +181,7 @@ def quantized_of(
 def operand_of(tensors: Iterator[Tensor], spec: str, rows: int, k: int) -> Operand:
     """The operand whose tensors are the next ones."""
     codes, scales = next(tensors), next(tensors)
-    known = compiled if torch.compiler.is_compiling() else registry
-    whole = next(tensors) if known.tensor_scaled(spec) else None
+    whole = next(tensors) if is_tensor_scaled(spec) else None
     return Operand(codes, scales, spec, rows, k, None, whole)
 
 

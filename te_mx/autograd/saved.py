@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d, plain
-from te_mx.layouts import spec_of
+from te_mx.layouts.registry import is_tensor_scaled
 
 
 def flatten(x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Kept(NamedTuple):
         """The operand that was kept."""
         codes, scales, last = self.tensors
         assert codes is not None and scales is not None
-        if last is not None and spec_of(self.spec).format.tensor_scaled:
+        if last is not None and is_tensor_scaled(self.spec):
             return Operand(codes, scales, self.spec, self.rows, self.k, None, last)
         return Operand(codes, scales, self.spec, self.rows, self.k, last)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.fused import ActStep
-from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
+from te_mx.layouts.registry import is_tensor_scaled
 
 
 class Groups(NamedTuple):
@@ -66,7 +66,7 @@ def stacks_of(parts: Iterable[Tensor], what: QuantizeWeights) -> StackedParts:
 def stack_of(tensors: Iterator[Tensor], spec: str, groups: int, rows: int, k: int) -> Stack:
     """The operands of all groups whose tensors are the next ones."""
     codes, scales = next(tensors), next(tensors)
-    whole = next(tensors) if spec_of(spec).format.tensor_scaled else None
+    whole = next(tensors) if is_tensor_scaled(spec) else None
     return Stack(codes, scales, spec, groups, rows, k, None, whole)
 
 

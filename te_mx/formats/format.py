@@ -334,7 +334,12 @@ def _transformed(name: str) -> Format | None:
     return made
 
 
-def names(tensor_scaled: bool = False) -> tuple[str, ...]:
-    """Names of all registered formats, without the short ones; those with a tensor scale, of which
-    there are three parts, if they are asked for."""
-    return tuple(name for name, fmt in _formats.items() if tensor_scaled or not fmt.tensor_scaled)
+def names() -> tuple[str, ...]:
+    """Names of all registered formats, without the short ones, and without those with a tensor
+    scale, of which there are three parts ("nvfp4")."""
+    return tuple(name for name, fmt in _formats.items() if not fmt.tensor_scaled)
+
+
+def every_name() -> tuple[str, ...]:
+    """The names of these, too."""
+    return tuple(_formats)

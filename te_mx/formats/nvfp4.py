@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,10 +61,18 @@ class TensorScaledFormat(Format):
                                                        in the dtype of x
     ==================  =============================  ===============================  ============
 
+    "te_4over6" tries two scales a block, s of bamax and 1.5 times that (e = 1536 / amax, so that
+    both are scales; s = e4m3(bamax/6 * e)), and takes the second one where the sum of
+    abs(code*s*amax/1536 - x), or of its square under "te_4over6_mse", is less; sums in the order of
+    k, then of the rows of a tile as of a tree. With "_448" behind it, 2688 stands for 1536.
+
     Codes are rounded to nearest even, at most +-6. -0 keeps its sign, but is 0 under "modelopt" and
     "compressed_tensors"; a negative number that rounds to 0 has code 8 under every rule. A tensor
     of zeros has tensor scale 1 (the last three libraries divide 0 by 0 there). A NaN or an Inf
     makes the scale of its block NaN (0x7F) and its codes 0, and does not count for amax.
+
+    With a transform, the transformed matrix is rounded to the dtype of x, as Transformer Engine
+    does for bf16; amax is that of the result, so the columns of a matrix have another one.
 
     Sources: Transformer Engine, common/cast/nvfp4/core_nvfp4.cuh; torchao, prototype/mx_formats/
     nvfp4_tensor.py; ModelOpt, torch/quantization/qtensor/nvfp4_tensor.py; compressed-tensors,
@@ -90,7 +99,7 @@ class TensorScaledFormat(Format):
         rows, k = x.shape
         x, dtype = x.detach().resolve_neg().float(), x.dtype
         if self.transform is not None:
-            x = self.transform.apply(x)
+            x = self.transform.apply(x).to(dtype).float()
         blocks = in_blocks(x, self.scaling.block)
         bits = blocks.view(torch.int32) & MAGNITUDE
         largest = bits.amax((1, 3))  # NaN and Inf come on top
@@ -172,12 +181,49 @@ def _compressed_tensors(x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dty
     return scales, encode.reciprocal(), x / _over(scales / encode)
 
 
+def _four_over_six(
+    x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dtype, bound: float, square: bool
+) -> _Parts:
+    encode = _usable(amax, torch.full_like(amax, bound) / amax)
+    scale = encode.reciprocal()
+    base = bamax / torch.full_like(bamax, 6.0) * encode
+    whole = _over(amax) if amax.dim() else amax
+    made = []
+    for factor in (1.5, 1.0):
+        scales = _e4m3(base * factor)
+        scaled = x * _over((scales * scale).reciprocal().clamp(max=_LARGEST))
+        value = E2M1.decode(_encode(E2M1, scaled)) * _over(scales) * whole
+        off = value / torch.full_like(value, bound) - x
+        error = _in_order(off * off if square else off.abs())
+        made.append((scales, scaled, error))
+    (of_4, x_4, error_4), (of_6, x_6, error_6) = made
+    four = error_4 < error_6
+    return torch.where(four, of_4, of_6), scale, torch.where(_over(four), x_4, x_6)
+
+
+def _in_order(errors: Tensor) -> Tensor:
+    """Sums [down, across] over blocks [down, height, across, width]."""
+    total = torch.zeros_like(errors[..., 0])
+    for i in range(errors.shape[3]):
+        total = total + errors[..., i]
+    while total.shape[1] > 1:
+        upper, lower = total.chunk(2, 1)
+        total = upper + lower
+    return total[:, 0]
+
+
 _WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.dtype], _Parts]] = {
     "te": _te,
     "torchao": _torchao,
     "modelopt": _modelopt,
     "compressed_tensors": _compressed_tensors,
 }
+for _error in ("", "_mse"):
+    for _top, _bound in (("", 256 * 6.0), ("_448", _TOP)):
+        _WRITERS[f"te_4over6{_error}{_top}"] = partial(
+            _four_over_six, bound=_bound, square=bool(_error)
+        )
+_TE = tuple(name for name in _WRITERS if name.startswith("te"))
 _UNSIGNED_ZERO = ("modelopt", "compressed_tensors")
 
 
@@ -203,8 +249,8 @@ def _e4m3(x: Tensor) -> Tensor:
 
 nvfp4 = register(TensorScaledFormat("nvfp4", E2M1, Scaling((1, 16), "e4m3", tuple(_WRITERS))))
 # Transformer Engine's weights. It stores the scale of a tile once for each of its 16 rows.
-nvfp4_16x16 = register(TensorScaledFormat("nvfp4_16x16", E2M1, Scaling((16, 16), "e4m3", ("te",))))
+nvfp4_16x16 = register(TensorScaledFormat("nvfp4_16x16", E2M1, Scaling((16, 16), "e4m3", _TE)))
 # Transformer Engine's row-scaled activations: a row does not depend on its neighbours.
 nvfp4_rows = register(
-    TensorScaledFormat("nvfp4_rows", E2M1, Scaling((1, 16), "e4m3", ("te",)), by_rows=True)
+    TensorScaledFormat("nvfp4_rows", E2M1, Scaling((1, 16), "e4m3", _TE), by_rows=True)
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from te_mx import formats
 from te_mx.formats import Format
 from te_mx.layouts.base import AnyLayout, Layout
 from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
-from te_mx.runtime.compiled import constant
+from te_mx.runtime import compiled
 
 # Layouts by name; those with a number behind a colon by what makes them of it.
 _layouts: dict[str, Layout] = {one.name: one for one in (AnyLayout(), ROWS, COLS, GROUPED_COLS)}
@@ -89,7 +91,13 @@ def spec_of(spec: str) -> Spec:
     return found
 
 
-@constant
-def tensor_scaled(spec: str) -> bool:
-    """Whether matrices of a spec have a tensor scale beside codes and scales."""
+@compiled.constant
+def has_tensor_scale(spec: str) -> bool:
+    """Whether operands of a spec have a tensor scale."""
     return spec_of(spec).format.tensor_scaled
+
+
+def is_tensor_scaled(spec: str) -> bool:
+    """The same, also in code that is traced, which may not make specs known."""
+    asked = compiled.has_tensor_scale if torch.compiler.is_compiling() else has_tensor_scale
+    return asked(spec)

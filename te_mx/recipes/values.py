@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from te_mx import formats
+from te_mx.formats.format import every_name
 from te_mx.recipes.settings import ByName, Settings
 from te_mx.runtime.arguments import check_default, check_flag, check_one_of, shown
 
@@ -114,8 +115,8 @@ class Recipe:
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """False: te_mx does not run NVFP4BlockScaling."""
-        return False
+        """Whether this is NVFP4BlockScaling."""
+        return cls._kind == "nvfp4"
 
     @classmethod
     def custom(cls) -> bool:
@@ -170,7 +171,7 @@ def format_of(name: str, given: Any, among: Collection[str] | None = None) -> st
         found = formats.get(given.name if isinstance(given, formats.Format) else given)
     except ValueError:
         found = None
-    known = formats.names(True) if among is None else among
+    known = every_name() if among is None else among
     if found is None or found.name not in known or not (found is given or isinstance(given, str)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}")
     return found.name

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from te_mx import formats
 from te_mx.dispatch.explain import why_no_product
+from te_mx.formats.format import every_name
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import shown
 
@@ -92,11 +93,11 @@ def _name(name: str, given: Any) -> str:
         found = formats.get(given).name
     except ValueError:
         found = ""
-    if found in formats.names(True):
+    if found in every_name():
         return found
     more = f" or {WEIGHT_ONLY!r}" if name == "activations" else ""
     raise ValueError(
-        f"{name} must be None, one of {', '.join(formats.names(True))}{more}, got {shown(given)}"
+        f"{name} must be None, one of {', '.join(every_name())}{more}, got {shown(given)}"
     )
 
 

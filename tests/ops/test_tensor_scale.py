@@ -177,11 +177,14 @@ def test_a_tensor_scale_that_does_not_belong_there():
     for wrong, said in (
         (a._replace(tensor_scale=None), r"lhs: nvfp4 \[9, 48\] needs a tensor scale, got none"),
         (mx._replace(tensor_scale=one), r"lhs: mxfp8_e4m3 \[9, 48\] has no tensor scale"),
-        (a._replace(tensor_scale=one.double()), r"a float32 tensor scale \(\) on cpu, got torch.f"),
-        (a._replace(tensor_scale=one.view(1)), r"tensor scale \(\) on cpu, got .* \(1,\)"),
+        (
+            a._replace(tensor_scale=one.double()),
+            r"scale \(\) or \(9, 1\) on cpu, got torch.f",
+        ),
+        (a._replace(tensor_scale=one.view(1)), r"\(9, 1\) on cpu, got .* \(1,\)"),
         (b._replace(tensor_scale=one), r"nvfp4_rows \[5, 48\] needs a float32 tensor scale \(5, 1"),
         (a._replace(tensor_scale=one.to("meta")), r"on cpu, got torch.float32 \(\) on meta"),
-        (tokens.row, r"needs a float32 tensor scale \(\) on cpu, got torch.float32 \(3,\)"),
+        (tokens.row, r"tensor scale \(\) or \(4, 1\) on cpu, got torch.float32 \(3,\)"),
     ):
         with pytest.raises(ValueError, match=said):
             ops.gemm_2d(wrong, a, out_dtype=F32)
