@@ -322,7 +322,6 @@ def test_nothing_else_takes_it():
     for call in (
         lambda: te_mx.recipe.BlockScaling(x="nvfp4", w="mxfp4", g="mxfp8_e4m3"),
         lambda: te_mx.freeze_weights(layer, fmt="nvfp4"),  # its masters have the recipe's rule
-        lambda: te_mx.inspect(layer, torch.randn(2, 64), fmt=["nvfp4"]),
     ):
         with pytest.raises(ValueError, match=r"one of|among"):
             call()
