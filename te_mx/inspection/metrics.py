@@ -111,7 +111,9 @@ def measure(x: Tensor, formats: dict[Format, str], spread: int, most: int | None
         return totals
     whole = None
     if any(fmt.tensor_scaled for fmt in formats):
-        whole = torch.stack([_largest(x[start:end]) for start, end in stripes(*x.shape, None)])
+        whole = torch.stack(
+            [_largest(x[start:end]) for start, end in stripes(len(x), x.shape[1], None)]
+        )
     for start, end in stripes(x.shape[0], x.shape[1], most):
         part = x[start:end].to(torch.float32).contiguous()
         finite = part.isfinite()
