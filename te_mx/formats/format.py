@@ -260,7 +260,9 @@ def in_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
     """[rows, cols] as [blocks down, height, blocks across, width], with zeros behind both ends."""
     (rows, cols), (height, width) = values.shape, block
     tall, wide = -(-rows // height), -(-cols // width)
-    values = torch.nn.functional.pad(values, (0, wide * width - cols, 0, tall * height - rows))
+    if wide * width != cols or tall * height != rows:
+        missing = (0, wide * width - cols, 0, tall * height - rows)
+        values = torch.nn.functional.pad(values, missing)
     return values.reshape(tall, height, wide, width)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import stochastic
-from te_mx.formats.element import INF, MAGNITUDE, Element
+from te_mx.formats.element import INF, MAGNITUDE
 from te_mx.formats.format import (
     READ,
     Format,
@@ -119,9 +119,9 @@ class TensorScaledFormat(Format):
         if name in _UNSIGNED_ZERO:
             scaled = torch.where(scaled == 0, 0.0, scaled)
         by_block = None if random is None else in_blocks(random, self.scaling.block)
-        codes = _encode(E2M1, scaled, by_block).masked_fill_(~finite[:, None, :, None], 0)
+        codes = _encode(scaled, by_block).masked_fill_(~finite[:, None, :, None], 0)
         codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :k]
-        stored = _encode(E4M3, scales).masked_fill_(~finite, E4M3.nan_code or 0)
+        stored = _encode_scales(scales).masked_fill_(~finite, E4M3.nan_code or 0)
         return self.pack(codes).contiguous(), stored, tensor_scale
 
     def check_quantizable(self, x: Tensor, rule: str) -> None:
@@ -142,8 +142,15 @@ class TensorScaledFormat(Format):
         """code * block scale, [rows, k], which every dtype holds but fp16 below 2^-10: what the
         tensor scale multiplies. Raises as `Format.dequantize`."""
         k = self.check_parts(codes, scales, k, dtype)
+        wide = torch.float32 if dtype == torch.float16 else dtype
         of_rows = E4M3.decode(scales).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]
-        return self.decode(codes, k, of_rows).to(dtype)
+        # The bits of a code, as the upper ones of fp16, are its value times 2^-14.
+        pair = torch.nn.functional.pad(codes, (0, self.blocks(k) * 8 - codes.shape[1])).short()
+        low, high = (pair & 7) << 9 | (pair & 8) << 12, (pair & 112) << 5 | (pair & 128) << 8
+        shape = len(codes), self.blocks(k), self.block
+        values = torch.stack((low, high), -1).view(torch.float16).view(shape)
+        made = values.to(wide) * (of_rows * 2.0**14).to(wide).unsqueeze(-1)
+        return made.flatten(1)[:, :k].contiguous().to(dtype)
 
 
 # ------------------------------------------------------------------------------------- the writers
@@ -192,7 +199,7 @@ def _four_over_six(
     for factor in (1.5, 1.0):
         scales = _e4m3(base * factor)
         scaled = x * _over((scales * scale).reciprocal().clamp(max=_LARGEST))
-        value = E2M1.decode(_encode(E2M1, scaled)) * _over(scales) * whole
+        value = E2M1.decode(_encode(scaled)) * _over(scales) * whole
         off = value / torch.full_like(value, bound) - x
         error = _in_order(off * off if square else off.abs())
         made.append((scales, scaled, error))
@@ -236,15 +243,26 @@ def _over(of_blocks: Tensor) -> Tensor:
     return of_blocks[:, None, :, None]
 
 
-def _encode(element: Element, x: Tensor, random: Tensor | None = None) -> Tensor:
-    bits, power = x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32)
+def _encode(x: Tensor, random: Tensor | None = None) -> Tensor:
+    """E2M1 of fp32 numbers, rounded to nearest even or with random bits."""
+    bits = x.view(torch.int32)
     if random is not None:
-        return stochastic.encode(element, bits, power, random)
-    return element.encode(bits, power)
+        return stochastic.encode(E2M1, bits, torch.zeros_like(bits), random)
+    magnitude = x.abs()
+    code = (magnitude > 0.25).to(torch.uint8)
+    for step in (1.25, 2.5, 5.0):  # to the even code below
+        code += magnitude > step
+    for step in (0.75, 1.75, 3.5):
+        code += magnitude >= step
+    return code | (bits >> 28 & E2M1.sign).to(torch.uint8)
+
+
+def _encode_scales(x: Tensor) -> Tensor:
+    return E4M3.encode(x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32))
 
 
 def _e4m3(x: Tensor) -> Tensor:
-    return E4M3.decode(_encode(E4M3, x))
+    return E4M3.decode(_encode_scales(x))
 
 
 nvfp4 = register(TensorScaledFormat("nvfp4", E2M1, Scaling((1, 16), "e4m3", tuple(_WRITERS))))
