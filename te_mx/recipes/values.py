@@ -177,8 +177,22 @@ def format_of(name: str, given: Any, among: Collection[str] | None = None) -> st
     return found.name
 
 
+def why_not_invariant(x: str) -> str:
+    """Why precision "invariant" does not go with inputs in a format, or an empty string."""
+    fmt = formats.get(x)
+    if not fmt.tensor_scaled or fmt.tensor_scale_shape(1):
+        return ""
+    return (
+        f"inputs in {x} have one tensor scale, so that a row depends on its neighbours, and "
+        "precision is 'invariant'; give each row a scale (nvfp4_rows, row_scaled_activation=True)"
+    )
+
+
 def settings_of(recipe: Any, x: str, w: str, g: str) -> Settings:
-    """The settings of a recipe with these formats, each of a role."""
+    """The settings of a recipe with these formats, each of a role. Raises ValueError where rows of
+    inputs would depend on their neighbours under precision "invariant"."""
+    if recipe.precision == "invariant" and (why := why_not_invariant(x)):
+        raise ValueError(f"{type(recipe).__name__}: {why}")
     return Settings(
         x, w, g, recipe.scale_rule, recipe.precision, recipe.alignment_spread,
         recipe.backward_override, recipe.wgrad_with_hp, recipe.one_copy_weights, recipe.split_k,

@@ -8,6 +8,7 @@ from te_mx import formats
 from te_mx.dispatch.explain import why_no_product
 from te_mx.formats.format import every_name
 from te_mx.recipes.settings import Settings
+from te_mx.recipes.values import why_not_invariant
 from te_mx.runtime.arguments import shown
 
 WEIGHT_ONLY = "bf16"  # as activations: inputs are not quantized
@@ -51,6 +52,8 @@ def fixed_by(
         if codes:
             settings = _with_rule_of_inputs(settings)
     settings = _checked(settings, *(("x",) if codes else ("x", "w")))
+    if settings.precision == "invariant" and (neighbours := why_not_invariant(settings.x)):
+        raise ValueError(neighbours)
     if why := why_no_product(settings.x, settings.w):
         raise ValueError(f"no kernel multiplies {settings.x!r} with {settings.w!r}: {why}")
     return settings, before

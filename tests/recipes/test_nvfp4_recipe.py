@@ -98,6 +98,7 @@ def test_it_is_a_value():
         ({"fp4_format": Format.E4M3}, ValueError, "fp4_format must be Format.E2M1"),
         ({"fp8_format": Format.HYBRID}, ValueError, "fp8_format must be Format.E4M3"),
         ({"fp8_mha": True}, NotImplementedError, "attention runs in the dtype of its inputs"),
+        ({"precision": "invariant"}, ValueError, "inputs in nvfp4 have one tensor scale"),
         ({"precision": "fast"}, ValueError, "NVFP4BlockScaling.precision must be one of"),
     ],
 )
