@@ -15,7 +15,6 @@ SMALL = {
     "te_mx/_ops/flops.py": "what is registered with torch's counter, of all GEMM ops",
     "te_mx/_ops/stored.py": "an op",
     "te_mx/backends/cpu/cost.py": "measured constants of a device",
-    "te_mx/backends/reference/gemm.py": "the kernels over torch_gemm.py, which sm90 reads too",
     "te_mx/backends/sm90/cost.py": "measured constants of a device",
     "te_mx/commands/explain.py": "a command",
     "te_mx/distributed/calls.py": "loads the rest of distributed at the first call that needs it",

@@ -325,8 +325,8 @@ def _seed_of(
         )
     if seed is None:
         return None
-    if fmt.scaling.scale != "e8m0":
-        raise ValueError(f'rounding="stochastic" is for MX formats, got {fmt.name}')
+    if fmt.scaling.scale == "fp32":
+        raise ValueError(f'rounding="stochastic" is for MX formats and NVFP4, got {fmt.name}')
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device:
             raise ValueError(f"seed must be an int64 tensor [1] on {device}, got {shown(seed)}")

@@ -170,10 +170,8 @@ def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) 
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
-        rule, form = (
-            settings.scale_rule,
-            at_most_codes(GroupForms.of(first, first, settings).w, settings),
-        )
+        rule = settings.w_rule or settings.scale_rule
+        form = at_most_codes(GroupForms.of(first, first, settings).w, settings)
         columns = form.col if needs_columns(settings, need_col) else ""
         row, col = quantize_weights(weights, form.row, columns, rule=rule)
         if not packs(settings):
@@ -258,7 +256,7 @@ def weights_of(
         return kept.row, kept.col
     first = weights if isinstance(weights, Tensor) else weights[0]
     col = form.w.col if columns_now(first, settings, need_dx) else ""
-    return quantize_weights(weights, form.w.row, col, rule=form.rule)
+    return quantize_weights(weights, form.w.row, col, rule=settings.w_rule or form.rule)
 
 
 _ARGUMENTS = 8  # of the autograd function before the parameters

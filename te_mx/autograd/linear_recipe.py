@@ -174,7 +174,7 @@ def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
 
 def same_weight(one: Settings, other: Settings) -> bool:
     """Whether a weight gets the same codes."""
-    mine, theirs = ((s.w, s.w_columns, s.scale_rule, s.one_copy) for s in (one, other))
+    mine, theirs = ((s.w, s.w_columns, s.scale_rule, s.w_rule, s.one_copy) for s in (one, other))
     return mine == theirs
 
 
@@ -262,7 +262,7 @@ def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Targ
     """The weight of a linear step: rowwise for fprop, and columnwise for dgrad."""
     form = roles(device, settings).w
     row = form.row if packs(settings) else at_rest(settings.w)
-    return Target(row, form.col if columns else "", settings.scale_rule)
+    return Target(row, form.col if columns else "", settings.w_rule or settings.scale_rule)
 
 
 def weight_operands(

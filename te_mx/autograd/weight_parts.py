@@ -130,7 +130,9 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
         return Kept.operand(_joined_codes(parts, settings).row)
     if linear_recipe.needs_columns(settings, True):
         form = linear_recipe.roles(own[0].device, settings).w
-        made = quantize_joined_2d(own, col=form.col, rule=settings.scale_rule).col
+        made = quantize_joined_2d(
+            own, col=form.col, rule=settings.w_rule or settings.scale_rule
+        ).col
         assert made is not None
         return Kept.operand(made)
     # torch.compile would take this join for forward's, if it were one of the same dimension, and

@@ -1,8 +1,8 @@
 """Transformer Engine's recipes by its names: ``from te_mx.common.recipe import Format, ..``.
 
-`MXFP8BlockScaling`, `Float8BlockScaling` and `CustomRecipe` are te_mx's own and mean the same.
+`MXFP8BlockScaling`, `Float8BlockScaling`, `NVFP4BlockScaling` and `CustomRecipe` are te_mx's own.
 `DelayedScaling` and `Float8CurrentScaling`, FP8 with one scale a tensor, are mapped to MXFP8, which
-has a scale for 32 elements and needs no history, with a `RecipeWarning`. The others cannot be made.
+has a scale for 32 elements and needs no history, with a `RecipeWarning`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from te_mx.recipe import (
     Format,
     MMParams,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from te_mx.recipes.float8_block import QParams
@@ -152,14 +153,3 @@ class Float8CurrentScaling(_Mapped):
                     f"{shown(getattr(self, name))}"
                 )
         self._map()
-
-
-class NVFP4BlockScaling:
-    """4-bit floats in blocks of 16, which te_mx does not run: making one raises
-    NotImplementedError."""
-
-    def __init__(self, *_args: Any, **_fields: Any) -> None:
-        raise NotImplementedError(
-            "the recipe NVFP4BlockScaling is not supported: no layer of te_mx takes NVFP4 yet; "
-            "te_mx.recipe.BlockScaling(x='mxfp4', w='mxfp4', g='mxfp8_e4m3') is the nearest"
-        )

@@ -260,7 +260,9 @@ def in_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
     """[rows, cols] as [blocks down, height, blocks across, width], with zeros behind both ends."""
     (rows, cols), (height, width) = values.shape, block
     tall, wide = -(-rows // height), -(-cols // width)
-    values = torch.nn.functional.pad(values, (0, wide * width - cols, 0, tall * height - rows))
+    if wide * width != cols or tall * height != rows:
+        missing = (0, wide * width - cols, 0, tall * height - rows)
+        values = torch.nn.functional.pad(values, missing)
     return values.reshape(tall, height, wide, width)
 
 
@@ -334,7 +336,12 @@ def _transformed(name: str) -> Format | None:
     return made
 
 
-def names(tensor_scaled: bool = False) -> tuple[str, ...]:
-    """Names of all registered formats, without the short ones; those with a tensor scale, of which
-    there are three parts, if they are asked for."""
-    return tuple(name for name, fmt in _formats.items() if tensor_scaled or not fmt.tensor_scaled)
+def names() -> tuple[str, ...]:
+    """Names of all registered formats, without the short ones, and without those with a tensor
+    scale, of which there are three parts ("nvfp4")."""
+    return tuple(name for name, fmt in _formats.items() if not fmt.tensor_scaled)
+
+
+def every_name() -> tuple[str, ...]:
+    """The names of these, too."""
+    return tuple(_formats)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from te_mx.formats import stochastic
-from te_mx.formats.element import INF, MAGNITUDE, Element
+from te_mx.formats.element import INF, MAGNITUDE
 from te_mx.formats.format import (
     READ,
     Format,
@@ -60,10 +61,18 @@ class TensorScaledFormat(Format):
                                                        in the dtype of x
     ==================  =============================  ===============================  ============
 
+    "te_4over6" tries two scales a block, s of bamax and 1.5 times that (e = 1536 / amax, so that
+    both are scales; s = e4m3(bamax/6 * e)), and takes the second one where the sum of
+    abs(code*s*amax/1536 - x), or of its square under "te_4over6_mse", is less; sums in the order of
+    k, then of the rows of a tile as of a tree. With "_448" behind it, 2688 stands for 1536.
+
     Codes are rounded to nearest even, at most +-6. -0 keeps its sign, but is 0 under "modelopt" and
     "compressed_tensors"; a negative number that rounds to 0 has code 8 under every rule. A tensor
     of zeros has tensor scale 1 (the last three libraries divide 0 by 0 there). A NaN or an Inf
     makes the scale of its block NaN (0x7F) and its codes 0, and does not count for amax.
+
+    With a transform, the transformed matrix is rounded to the dtype of x, as Transformer Engine
+    does for bf16; amax is that of the result, so the columns of a matrix have another one.
 
     Sources: Transformer Engine, common/cast/nvfp4/core_nvfp4.cuh; torchao, prototype/mx_formats/
     nvfp4_tensor.py; ModelOpt, torch/quantization/qtensor/nvfp4_tensor.py; compressed-tensors,
@@ -90,7 +99,7 @@ class TensorScaledFormat(Format):
         rows, k = x.shape
         x, dtype = x.detach().resolve_neg().float(), x.dtype
         if self.transform is not None:
-            x = self.transform.apply(x)
+            x = self.transform.apply(x).to(dtype).float()
         blocks = in_blocks(x, self.scaling.block)
         bits = blocks.view(torch.int32) & MAGNITUDE
         largest = bits.amax((1, 3))  # NaN and Inf come on top
@@ -110,9 +119,9 @@ class TensorScaledFormat(Format):
         if name in _UNSIGNED_ZERO:
             scaled = torch.where(scaled == 0, 0.0, scaled)
         by_block = None if random is None else in_blocks(random, self.scaling.block)
-        codes = _encode(E2M1, scaled, by_block).masked_fill_(~finite[:, None, :, None], 0)
+        codes = _encode(scaled, by_block).masked_fill_(~finite[:, None, :, None], 0)
         codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :k]
-        stored = _encode(E4M3, scales).masked_fill_(~finite, E4M3.nan_code or 0)
+        stored = _encode_scales(scales).masked_fill_(~finite, E4M3.nan_code or 0)
         return self.pack(codes).contiguous(), stored, tensor_scale
 
     def check_quantizable(self, x: Tensor, rule: str) -> None:
@@ -133,8 +142,15 @@ class TensorScaledFormat(Format):
         """code * block scale, [rows, k], which every dtype holds but fp16 below 2^-10: what the
         tensor scale multiplies. Raises as `Format.dequantize`."""
         k = self.check_parts(codes, scales, k, dtype)
+        wide = torch.float32 if dtype == torch.float16 else dtype
         of_rows = E4M3.decode(scales).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]
-        return self.decode(codes, k, of_rows).to(dtype)
+        # The bits of a code, as the upper ones of fp16, are its value times 2^-14.
+        pair = torch.nn.functional.pad(codes, (0, self.blocks(k) * 8 - codes.shape[1])).short()
+        low, high = (pair & 7) << 9 | (pair & 8) << 12, (pair & 112) << 5 | (pair & 128) << 8
+        shape = len(codes), self.blocks(k), self.block
+        values = torch.stack((low, high), -1).view(torch.float16).view(shape)
+        made = values.to(wide) * (of_rows * 2.0**14).to(wide).unsqueeze(-1)
+        return made.flatten(1)[:, :k].contiguous().to(dtype)
 
 
 # ------------------------------------------------------------------------------------- the writers
@@ -172,12 +188,49 @@ def _compressed_tensors(x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dty
     return scales, encode.reciprocal(), x / _over(scales / encode)
 
 
+def _four_over_six(
+    x: Tensor, bamax: Tensor, amax: Tensor, dtype: torch.dtype, bound: float, square: bool
+) -> _Parts:
+    encode = _usable(amax, torch.full_like(amax, bound) / amax)
+    scale = encode.reciprocal()
+    base = bamax / torch.full_like(bamax, 6.0) * encode
+    whole = _over(amax) if amax.dim() else amax
+    made = []
+    for factor in (1.5, 1.0):
+        scales = _e4m3(base * factor)
+        scaled = x * _over((scales * scale).reciprocal().clamp(max=_LARGEST))
+        value = E2M1.decode(_encode(scaled)) * _over(scales) * whole
+        off = value / torch.full_like(value, bound) - x
+        error = _in_order(off * off if square else off.abs())
+        made.append((scales, scaled, error))
+    (of_4, x_4, error_4), (of_6, x_6, error_6) = made
+    four = error_4 < error_6
+    return torch.where(four, of_4, of_6), scale, torch.where(_over(four), x_4, x_6)
+
+
+def _in_order(errors: Tensor) -> Tensor:
+    """Sums [down, across] over blocks [down, height, across, width]."""
+    total = torch.zeros_like(errors[..., 0])
+    for i in range(errors.shape[3]):
+        total = total + errors[..., i]
+    while total.shape[1] > 1:
+        upper, lower = total.chunk(2, 1)
+        total = upper + lower
+    return total[:, 0]
+
+
 _WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.dtype], _Parts]] = {
     "te": _te,
     "torchao": _torchao,
     "modelopt": _modelopt,
     "compressed_tensors": _compressed_tensors,
 }
+for _error in ("", "_mse"):
+    for _top, _bound in (("", 256 * 6.0), ("_448", _TOP)):
+        _WRITERS[f"te_4over6{_error}{_top}"] = partial(
+            _four_over_six, bound=_bound, square=bool(_error)
+        )
+_TE = tuple(name for name in _WRITERS if name.startswith("te"))
 _UNSIGNED_ZERO = ("modelopt", "compressed_tensors")
 
 
@@ -190,21 +243,32 @@ def _over(of_blocks: Tensor) -> Tensor:
     return of_blocks[:, None, :, None]
 
 
-def _encode(element: Element, x: Tensor, random: Tensor | None = None) -> Tensor:
-    bits, power = x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32)
+def _encode(x: Tensor, random: Tensor | None = None) -> Tensor:
+    """E2M1 of fp32 numbers, rounded to nearest even or with random bits."""
+    bits = x.view(torch.int32)
     if random is not None:
-        return stochastic.encode(element, bits, power, random)
-    return element.encode(bits, power)
+        return stochastic.encode(E2M1, bits, torch.zeros_like(bits), random)
+    magnitude = x.abs()
+    code = (magnitude > 0.25).to(torch.uint8)
+    for step in (1.25, 2.5, 5.0):  # to the even code below
+        code += magnitude > step
+    for step in (0.75, 1.75, 3.5):
+        code += magnitude >= step
+    return code | (bits >> 28 & E2M1.sign).to(torch.uint8)
+
+
+def _encode_scales(x: Tensor) -> Tensor:
+    return E4M3.encode(x.view(torch.int32), torch.zeros_like(x, dtype=torch.int32))
 
 
 def _e4m3(x: Tensor) -> Tensor:
-    return E4M3.decode(_encode(E4M3, x))
+    return E4M3.decode(_encode_scales(x))
 
 
 nvfp4 = register(TensorScaledFormat("nvfp4", E2M1, Scaling((1, 16), "e4m3", tuple(_WRITERS))))
 # Transformer Engine's weights. It stores the scale of a tile once for each of its 16 rows.
-nvfp4_16x16 = register(TensorScaledFormat("nvfp4_16x16", E2M1, Scaling((16, 16), "e4m3", ("te",))))
+nvfp4_16x16 = register(TensorScaledFormat("nvfp4_16x16", E2M1, Scaling((16, 16), "e4m3", _TE)))
 # Transformer Engine's row-scaled activations: a row does not depend on its neighbours.
 nvfp4_rows = register(
-    TensorScaledFormat("nvfp4_rows", E2M1, Scaling((1, 16), "e4m3", ("te",)), by_rows=True)
+    TensorScaledFormat("nvfp4_rows", E2M1, Scaling((1, 16), "e4m3", _TE), by_rows=True)
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from te_mx import formats as all_formats
 from te_mx.conversion.matrices import matrices_of
 from te_mx.formats import Format
+from te_mx.formats.format import every_name
 from te_mx.inspection.collect import Watch
 from te_mx.inspection.layers import Layer, layers_of, untouched
 from te_mx.inspection.readings import About, readings_of
@@ -127,7 +128,7 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
     elif not usual and not (isinstance(names, Iterable) and not isinstance(names, Tensor)):
         raise TypeError(f"inspect: fmt must be names of formats, got {shown(names)}")
     listed = list(USUAL if usual else names)
-    known = ", ".join(all_formats.names())
+    known = ", ".join(every_name())
     if not listed:
         raise ValueError(f"inspect: fmt must name one or more of {known}, got none")
     rules: dict[Format, str] = {}
@@ -137,7 +138,7 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         except ValueError:
             wrong = ValueError if isinstance(name, str) else TypeError
             raise wrong(f"inspect: fmt must be among {known}, got {shown(name)}") from None
-        if fmt.transform is not None or fmt.tensor_scaled:
+        if fmt.transform is not None:
             raise ValueError(f"inspect: fmt must be among {known}, got {shown(name)}")
         has = fmt.scaling
         every = map(all_formats.get, all_formats.names())

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from te_mx.formats import Format
 from te_mx.formats.format import in_blocks
+from te_mx.formats.mxfp8 import E4M3
+from te_mx.formats.nvfp4 import TensorScaledFormat
 from te_mx.layouts import aligning
 
 STRIPE = 128  # rows that are quantized together at least: those of a tile of every packed layout
@@ -101,27 +103,52 @@ def measure(x: Tensor, formats: dict[Format, str], spread: int, most: int | None
     """The sums of x [rows, k], blocks along k, under each format with its scale rule; `spread` is
     that of Hopper's tiles. Memory: some 40 bytes for each of CHUNK elements.
 
-    Formats scale blocks and nothing larger, so whole stripes of rows are quantized by themselves.
+    Formats scale blocks, and rows or the tensor by their largest magnitude, so whole stripes of
+    rows are quantized by themselves.
     """
     totals = [Sums() for _ in formats]
     if not x.numel():
         return totals
+    whole = None
+    if any(fmt.tensor_scaled for fmt in formats):
+        whole = torch.stack(
+            [_largest(x[start:end]) for start, end in stripes(len(x), x.shape[1], None)]
+        )
     for start, end in stripes(x.shape[0], x.shape[1], most):
         part = x[start:end].to(torch.float32).contiguous()
         finite = part.isfinite()
-        largest = float(torch.where(finite, part.abs(), 0).amax())
+        largest = float(_largest(part))
         for total, (fmt, rule) in zip(totals, formats.items(), strict=True):
-            total.add(_measure(part, finite, largest, fmt, rule, spread))
+            made = _quantized(part, fmt, rule, whole)
+            total.add(_measure(part, finite, largest, fmt, made, spread))
     return totals
 
 
+def _largest(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x.abs(), 0).amax().to(torch.float32)
+
+
+def _quantized(
+    x: Tensor, fmt: Format, rule: str, whole: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales as they are stored (fp32 where a tensor scale multiplies them) and values; of
+    part of a tensor with these largest magnitudes."""
+    k = x.shape[1]
+    if not isinstance(fmt, TensorScaledFormat) or whole is None:
+        codes, scales = fmt.quantize(x, rule)
+        return codes, scales, fmt.dequantize(codes, scales, k, torch.float32)
+    shared = None if fmt.by_rows else lambda _: whole.amax().view(1, 1)
+    codes, scales, tensor_scale = fmt.quantize_parts(x, rule, None, shared)
+    values = fmt.dequantize(codes, scales, k, torch.float32) * tensor_scale
+    return codes, E4M3.decode(scales) * tensor_scale, values
+
+
 def _measure(
-    x: Tensor, finite: Tensor, largest: float, fmt: Format, rule: str, spread: int
-) -> Sums:
-    k, element = x.shape[1], fmt.element
-    codes, scales = fmt.quantize(x, rule)
-    q = fmt.dequantize(codes, scales, k, torch.float32)
-    codes = fmt.unpack(codes, k)
+    x: Tensor, finite: Tensor, largest: float, fmt: Format, made: tuple[Tensor, Tensor, Tensor],
+    spread: int,
+) -> Sums:  # fmt: skip
+    element, (packed, scales, q) = fmt.element, made
+    codes = fmt.unpack(packed, x.shape[1])
     magnitude = codes & (element.sign - 1)
     known = finite & q.isfinite()
 

@@ -65,7 +65,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "is_fp8_activation_recompute_enabled": _RECOMPUTED,
         "gather_along_first_dim": _COLLECTIVES,
         "reduce_scatter_along_first_dim": _COLLECTIVES,
-        "_NVFP4AllGatherAsyncHandle": "no layer of te_mx takes NVFP4",
+        "_NVFP4AllGatherAsyncHandle": _COLLECTIVES,
     },
     "te_mx.pytorch.graph": dict.fromkeys(
         ("save_fp8_tensors", "restore_fp8_tensors", "set_capture_start", "set_capture_end"),

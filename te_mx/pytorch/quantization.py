@@ -95,16 +95,8 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether NVFP4 can run here: always False, no layer of te_mx takes it yet.
-
-    Returns:
-        False, or ``(False, reason)`` with ``return_reason=True``.
-
-    Raises:
-        TypeError: `return_reason` is no bool.
-    """
-    reason = "no layer of te_mx takes NVFP4 yet"
-    return _answer("is_nvfp4_available", False, reason, return_reason)
+    """Whether te_mx.recipe.NVFP4BlockScaling can run here: always True; see `is_fp8_available`."""
+    return _answer("is_nvfp4_available", True, "", return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:

@@ -32,12 +32,14 @@ class Format(Enum):
     ``E4M3``      E4M3 (448)            E4M3 (448)
     ``E5M2``      E5M2 (57344)          E5M2 (57344)
     ``HYBRID``    E4M3 (448)            E5M2 (57344)
+    ``E2M1``      E2M1 (6), of NVFP4    E2M1 (6)
     ============  ====================  ==============
     """
 
     E4M3 = FormatRange(448.0, 448.0, "e4m3", "e4m3")
     E5M2 = FormatRange(57344.0, 57344.0, "e5m2", "e5m2")
     HYBRID = FormatRange(448.0, 57344.0, "e4m3", "e5m2")
+    E2M1 = FormatRange(6.0, 6.0, "e2m1", "e2m1")
 
 
 _NAMES = tuple(fmt.name for fmt in Format)  # a constant: Dynamo of torch 2.11 reads no __members__
@@ -144,21 +146,31 @@ def checked_format(recipe: Any) -> Format:
         ValueError: E5M2 alone.
         NotImplementedError: a format of Transformer Engine that te_mx does not have.
     """
-    owner, given = type(recipe).__name__, recipe.fp8_format
-    if not isinstance(given, Format) and is_transformer_engines(given):
-        if given.name not in _NAMES:
-            raise NotImplementedError(
-                f"fp8_format={given} of Transformer Engine is not supported; use E4M3 or HYBRID"
-            )
-        given = Format[given.name]
+    owner, given = type(recipe).__name__, as_format(recipe.fp8_format)
     if not isinstance(given, Format):
         raise TypeError(
             f"{owner}.fp8_format must be a te_mx.recipe.Format, got {shown(given)}; use "
             "Format.E4M3 or Format.HYBRID"
+        )
+    if given is Format.E2M1:
+        raise NotImplementedError(
+            f"{owner}.fp8_format=Format.E2M1 is not supported; use E4M3 or HYBRID"
         )
     if given is Format.E5M2:
         raise ValueError(
             f"{owner}.fp8_format=Format.E5M2 is not supported: inputs and weights need the "
             "mantissa of E4M3; use Format.E4M3, or Format.HYBRID for gradients in E5M2"
         )
+    return given
+
+
+def as_format(given: Any) -> Any:
+    """A format of Transformer Engine as te_mx's; anything else as it is. Raises NotImplementedError
+    for one that te_mx does not have."""
+    if not isinstance(given, Format) and is_transformer_engines(given):
+        if given.name not in _NAMES:
+            raise NotImplementedError(
+                f"fp8_format={given} of Transformer Engine is not supported; use E4M3 or HYBRID"
+            )
+        given = Format[given.name]
     return given

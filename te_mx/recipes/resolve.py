@@ -10,6 +10,7 @@ from te_mx.recipes import float8_block
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.mxfp4 import MXFP4BlockScaling
 from te_mx.recipes.mxfp8 import Format, MXFP8BlockScaling, is_transformer_engines
+from te_mx.recipes.nvfp4 import NVFP4BlockScaling
 from te_mx.recipes.values import Recipe
 from te_mx.runtime.arguments import check_flag, shown
 
@@ -24,12 +25,13 @@ NAMED: dict[str, Recipe] = {
     "deepseek_v3": DeepSeekV3(),
     "mxfp4": MXFP4BlockScaling(),
     "mxfp4_all": MXFP4BlockScaling(g="mxfp4"),
+    "nvfp4": NVFP4BlockScaling(),
 }
 # Recipes of Transformer Engine by name: te_mx's, and its fields. Constants, because Dynamo does not
 # trace dataclasses.fields of a class.
 _OURS = {
     kind.__name__: (kind, tuple(field.name for field in dataclasses.fields(kind)))
-    for kind in (MXFP8BlockScaling, Float8BlockScaling)
+    for kind in (MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling)
 }
 
 
@@ -48,11 +50,13 @@ def resolve_recipe(recipe: Any) -> Recipe:
                         with ``precision="exact"``
     ``"float8_block"``  `Float8BlockScaling()`; ``"deepseek_v3"`` is `DeepSeekV3()`
     ``"mxfp4"``         `MXFP4BlockScaling()`, backward in MXFP8; ``"mxfp4_all"`` with ``g="mxfp4"``
+    ``"nvfp4"``         `NVFP4BlockScaling()`, Transformer Engine's
 
     Whoever keeps the result takes a copy, which nobody else changes.
 
-    Transformer Engine's ``MXFP8BlockScaling`` and ``Float8BlockScaling`` are accepted and mean the
-    same. They are known by their names, so that nothing of Transformer Engine is imported.
+    Transformer Engine's ``MXFP8BlockScaling``, ``Float8BlockScaling`` and ``NVFP4BlockScaling`` are
+    accepted and mean the same. They are known by their names, so that nothing of Transformer Engine
+    is imported.
 
     Raises:
         TypeError: `recipe` is neither a recipe object nor a name.
@@ -77,8 +81,9 @@ def resolve_recipe(recipe: Any) -> Recipe:
     uncalled = is_kind or recipe is DeepSeekV3
     hint = f" (pass an instance: {recipe.__name__}())" if uncalled else ""
     raise TypeError(
-        "recipe must be one of te_mx.recipe or its name, Transformer Engine's MXFP8BlockScaling or "
-        f"Float8BlockScaling, or None, got {shown(recipe)} of type {type(recipe).__name__}{hint}"
+        "recipe must be one of te_mx.recipe or its name, Transformer Engine's MXFP8BlockScaling, "
+        f"Float8BlockScaling or NVFP4BlockScaling, or None, got {shown(recipe)} of type "
+        f"{type(recipe).__name__}{hint}"
     )
 
 
@@ -88,9 +93,9 @@ def _translated(recipe: Any) -> Recipe:
     known = [base.__name__ for base in type(recipe).__mro__ if base.__name__ in _OURS]
     if not known:
         raise NotImplementedError(
-            f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8 and "
-            "blockwise FP8 only; use MXFP8BlockScaling() or Float8BlockScaling() of Transformer "
-            "Engine or of te_mx"
+            f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8, "
+            "blockwise FP8 and NVFP4; use MXFP8BlockScaling() or Float8BlockScaling() of "
+            "Transformer Engine or of te_mx"
         )
     ours, names = _OURS[known[0]]
     given: dict[str, Any] = {}

@@ -16,8 +16,8 @@ class Settings(NamedTuple):
     """What a forward does.
 
     x, w, g: names of the formats of inputs, weights and output gradients; x_col, w_col, g_col:
-    those of their columnwise operands (of wgrad, dgrad and wgrad), g_rule: the rule of gradients;
-    "" for the same. backward: None runs the
+    those of their columnwise operands (of wgrad, dgrad and wgrad), g_rule and w_rule: the rules of
+    gradients and of weights; "" for the same. backward: None runs the
     backward GEMMs on quantized operands, "high_precision" and "dequantized" do not; wgrad_hp runs
     wgrad alone in high precision. one_copy: dgrad starts from the rowwise codes of the weight.
     keep_columns: dgrad's operand of the weight is made in forward. precision, spread, split_k: how
@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     w_col: str = ""
     g_col: str = ""
     g_rule: str = ""
+    w_rule: str = ""
 
     @property
     def formats(self) -> str:
@@ -83,14 +84,14 @@ class Settings(NamedTuple):
         return self.rule_of(self.w_columns)
 
     def rule_of(self, fmt: str) -> str:
-        """The scale rule, or the first one of a format that does not know it."""
-        scaling = formats.get(fmt).scaling
-        return self.scale_rule if scaling.knows(self.scale_rule) else scaling.rules[0]
+        """The scale rule of weights, or the first one of a format that does not know it."""
+        rule, scaling = self.w_rule or self.scale_rule, formats.get(fmt).scaling
+        return rule if scaling.knows(rule) else scaling.rules[0]
 
     @property
     def is_uniform(self) -> bool:
         """Whether each role has one format, and all have one rule."""
-        return not (self.x_col or self.w_col or self.g_col or self.g_rule)
+        return not (self.x_col or self.w_col or self.g_col or self.g_rule or self.w_rule)
 
 
 class ByName(NamedTuple):

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from te_mx import formats
+from te_mx.formats.format import every_name
 from te_mx.recipes.settings import ByName, Settings
 from te_mx.runtime.arguments import check_default, check_flag, check_one_of, shown
 
@@ -114,8 +115,8 @@ class Recipe:
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """False: te_mx does not run NVFP4BlockScaling."""
-        return False
+        """Whether this is NVFP4BlockScaling."""
+        return cls._kind == "nvfp4"
 
     @classmethod
     def custom(cls) -> bool:
@@ -170,14 +171,28 @@ def format_of(name: str, given: Any, among: Collection[str] | None = None) -> st
         found = formats.get(given.name if isinstance(given, formats.Format) else given)
     except ValueError:
         found = None
-    known = formats.names(True) if among is None else among
+    known = every_name() if among is None else among
     if found is None or found.name not in known or not (found is given or isinstance(given, str)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}")
     return found.name
 
 
+def why_not_invariant(x: str) -> str:
+    """Why precision "invariant" does not go with inputs in a format, or an empty string."""
+    fmt = formats.get(x)
+    if not fmt.tensor_scaled or fmt.tensor_scale_shape(1):
+        return ""
+    return (
+        f"inputs in {x} have one tensor scale, so that a row depends on its neighbours, and "
+        "precision is 'invariant'; give each row a scale (nvfp4_rows, row_scaled_activation=True)"
+    )
+
+
 def settings_of(recipe: Any, x: str, w: str, g: str) -> Settings:
-    """The settings of a recipe with these formats, each of a role."""
+    """The settings of a recipe with these formats, each of a role. Raises ValueError where rows of
+    inputs would depend on their neighbours under precision "invariant"."""
+    if recipe.precision == "invariant" and (why := why_not_invariant(x)):
+        raise ValueError(f"{type(recipe).__name__}: {why}")
     return Settings(
         x, w, g, recipe.scale_rule, recipe.precision, recipe.alignment_spread,
         recipe.backward_override, recipe.wgrad_with_hp, recipe.one_copy_weights, recipe.split_k,

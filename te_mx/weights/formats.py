@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from te_mx import formats
 from te_mx.dispatch.explain import why_no_product
+from te_mx.formats.format import every_name
 from te_mx.recipes.settings import Settings
+from te_mx.recipes.values import why_not_invariant
 from te_mx.runtime.arguments import shown
 
 WEIGHT_ONLY = "bf16"  # as activations: inputs are not quantized
@@ -50,6 +52,8 @@ def fixed_by(
         if codes:
             settings = _with_rule_of_inputs(settings)
     settings = _checked(settings, *(("x",) if codes else ("x", "w")))
+    if settings.precision == "invariant" and (neighbours := why_not_invariant(settings.x)):
+        raise ValueError(neighbours)
     if why := why_no_product(settings.x, settings.w):
         raise ValueError(f"no kernel multiplies {settings.x!r} with {settings.w!r}: {why}")
     return settings, before
@@ -92,11 +96,11 @@ def _name(name: str, given: Any) -> str:
         found = formats.get(given).name
     except ValueError:
         found = ""
-    if found in formats.names(True):
+    if found in every_name():
         return found
     more = f" or {WEIGHT_ONLY!r}" if name == "activations" else ""
     raise ValueError(
-        f"{name} must be None, one of {', '.join(formats.names(True))}{more}, got {shown(given)}"
+        f"{name} must be None, one of {', '.join(every_name())}{more}, got {shown(given)}"
     )
 
 

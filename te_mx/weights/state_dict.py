@@ -47,6 +47,7 @@ from torch import Tensor
 
 from te_mx import formats
 from te_mx.formats import mxfp4_checkpoints, nvfp4_checkpoints
+from te_mx.formats.format import every_name
 from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
@@ -573,7 +574,7 @@ def _settings_for(
             ):
                 return recipe.settings
         packed = [
-            name for name in formats.names(True)
+            name for name in every_name()
             if _end_of(name) == end and formats.get(name).element.bits < 8
             and formats.get(name).tensor_scaled == has_whole
             and not (has_whole and formats.get(name).tensor_scale_shape(1))
@@ -602,7 +603,7 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         saved["x"] = saved["w"] = saved.pop("fwd_fmt")
         saved["g"] = saved.pop("bwd_fmt")
     settings = Settings(**saved)
-    apart = {name: saved.get(name, "") for name in ("x_col", "w_col", "g_col", "g_rule")}
+    apart = {name: saved.get(name, "") for name in ("x_col", "w_col", "g_col", "g_rule", "w_rule")}
     for name in filter(None, (settings.x_col, settings.w_col, settings.g_col)):
         formats.get(name).check_rule(settings.scale_rule)
     formats.get(settings.g_columns).check_rule(settings.gradient_rule)

@@ -167,7 +167,7 @@ def page(data: dict[str, Any]) -> str:
     for name, fields in data["recipe"].items():
         lines += [f"Fields of `{name}`:", "", *_table(fields)]
     lines += [
-        "Refused, because te_mx runs MXFP8 and blockwise FP8 only: "
+        "Refused, because te_mx runs MXFP8, blockwise FP8 and NVFP4 only: "
         + ", ".join(f"`{name}` ({what})" for name, what in data["refused_recipes"].items())
         + ".",
         "",

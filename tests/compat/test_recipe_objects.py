@@ -16,11 +16,18 @@ import torch
 from beside_te import te_files
 
 import te_mx
-from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, resolve_recipe
+from te_mx.recipe import (
+    Float8BlockScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    resolve_recipe,
+)
 
 DATA = listing.load()
 FIELDS = DATA["recipe"]["MXFP8BlockScaling"]
-OURS = {"MXFP8BlockScaling": MXFP8BlockScaling, "Float8BlockScaling": Float8BlockScaling}
+OURS = {kind.__name__: kind for kind in (MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling)}
 ROLES = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 NAME = "transformer_engine.common.recipe"
 
@@ -37,6 +44,8 @@ def look_alike() -> SimpleNamespace:
     }
     for name, entries in DATA["recipe"].items():
         fields = {e["name"]: e["default"] for e in entries} | {"fp8_format": theirs.E4M3}
+        if "fp4_format" in fields:
+            fields["fp4_format"] = theirs.E2M1
         for field, default in fields.items():
             if default == "MMParams(use_split_accumulator=True)":
                 fields[field] = made["MMParams"]()
@@ -80,7 +89,7 @@ def te(request):
 def test_the_list_is_that_of_the_class(te, name):
     fields = dataclasses.fields(getattr(te, name))
     theirs = {field.name: field.default for field in fields}
-    theirs["fp8_format"] = theirs["fp8_format"].name
+    theirs |= {field: theirs[field].name for field in theirs if field.endswith("_format")}
     theirs = {
         field: f"MMParams(use_split_accumulator={default.use_split_accumulator})"
         if type(default).__name__ == "MMParams"
@@ -143,6 +152,17 @@ def test_the_parameters_of_its_quantizers_count(te):
         resolve_recipe(recipe)
 
 
+def test_nvfp4_recipes_mean_the_same(te):
+    for changes in (
+        {},
+        {"disable_rht": True, "disable_2d_quantization": True},
+        {"row_scaled_activation": True, "disable_stochastic_rounding": True},
+        {"nvfp4_4over6": "weights", "nvfp4_4over6_err_mode": "MSE"},
+        {"backward_override": "dequantized"},
+    ):
+        assert resolve_recipe(te.NVFP4BlockScaling(**changes)) == NVFP4BlockScaling(**changes)
+
+
 @pytest.mark.parametrize("field", ["x_block_scaling_dim", "grad_block_scaling_dim"])
 def test_square_blocks_of_tokens_are_refused(te, field):
     theirs = te.Float8BlockScaling(w_block_scaling_dim=1, **{field: 2})
@@ -169,7 +189,7 @@ def test_layers_run_with_them(te):
 def test_other_recipes_are_refused(te, name):
     kind = getattr(te, name)
     recipe = kind(qfactory=lambda role: None) if "qfactory" in _names(kind) else kind()
-    with pytest.raises(NotImplementedError, match=f"recipe {name} .*FP8 only; use MXFP8Block"):
+    with pytest.raises(NotImplementedError, match=f"recipe {name} .*and NVFP4; use MXFP8Block"):
         te_mx.autocast(recipe=recipe)
 
 

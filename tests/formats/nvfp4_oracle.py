@@ -33,11 +33,12 @@ def quantize(
     shape = -(-rows // height), -(-k // 16)
     codes, scales = np.zeros((rows, k), np.uint8), np.zeros(shape, np.uint8)
     amax = np.abs(x).max(initial=narrow(0)).astype(narrow)
+    top = F32(2688 if rule.startswith("te_4over6") is rule.endswith("_448") else 1536)
     with np.errstate(all="ignore"):
         if amax == 0:
             encode = whole = F32(1)
-        elif rule == "te":
-            encode = min(F32(2688) / amax.astype(F32), np.finfo(F32).max)
+        elif rule.startswith("te"):
+            encode = min(top / amax.astype(F32), np.finfo(F32).max)
             whole = F32(1) / encode
         elif rule == "compressed_tensors":
             inverse = (F32(1) / amax.astype(F32)).astype(narrow)
@@ -49,7 +50,18 @@ def quantize(
             place = slice(i * height, (i + 1) * height), slice(j * 16, (j + 1) * 16)
             block = x[place]
             largest = np.abs(block).max().astype(F32)
-            if rule == "te":
+            if rule.startswith("te_4over6"):
+                found = []
+                for factor in (F32(1.5), F32(1)):
+                    scale = to_e4m3(largest / F32(6) * encode * factor)
+                    by = min(F32(1) / (scale.astype(F32) * whole), np.finfo(F32).max)
+                    scaled = block.astype(F32) * by
+                    nearest = VALUES[np.vectorize(round_code, otypes=[np.uint8])(scaled)]
+                    off = nearest * scale.astype(F32) * amax.astype(F32) / top - block.astype(F32)
+                    error = off * off if "_mse" in rule else abs(off)
+                    found.append((scale, scaled, in_order(error, height)))
+                scale, scaled, _ = found[not found[0][2] < found[1][2]]
+            elif rule == "te":
                 scale = to_e4m3(largest * (encode * (F32(1) / F32(6))))
                 by = min(F32(1) / (scale.astype(F32) * whole), np.finfo(F32).max)
                 scaled = block.astype(F32) * by
@@ -69,6 +81,31 @@ def quantize(
             scales[i, j] = scale.view(np.uint8)
             codes[place] = np.vectorize(round_code, otypes=[np.uint8])(scaled)
     return codes, scales, whole
+
+
+def in_order(error: np.ndarray, height: int) -> np.floating:
+    """The sum of a block, along k and then of halves of the rows, missing ones 0."""
+    rows = [F32(0)] * height
+    for i, row in enumerate(error):
+        for one in row:
+            rows[i] = F32(rows[i] + one)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [F32(a + b) for a, b in zip(rows[:half], rows[half:], strict=True)]
+    return rows[0]
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """Transformer Engine's transform of 16 along k, of whole blocks, in fp64."""
+    signs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+    matrix = np.array([[1.0]])
+    while len(matrix) < 16:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    turned = x.astype(np.float64)
+    for start in range(0, x.shape[1] // 16 * 16, 16):
+        part = turned[:, start : start + 16]
+        turned[:, start : start + 16] = part @ (np.diag(signs) @ matrix) / 4
+    return turned
 
 
 def values(codes: np.ndarray, scales: np.ndarray, height: int = 1) -> np.ndarray:

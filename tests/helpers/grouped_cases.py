@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import (
+    Float8BlockScaling,
+    Format,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 RECIPES = {
     "e4m3": MXFP8BlockScaling(),
@@ -17,6 +23,7 @@ RECIPES = {
     "mxfp4": MXFP4BlockScaling(),
     "mxfp4_all": MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False),
     "floor": MXFP8BlockScaling(scale_rule="floor"),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 # Zeros, the edges of blocks (32) and of kernels for few rows (16), and a group of several blocks.
 COUNTS = st.sampled_from([0, 0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100])

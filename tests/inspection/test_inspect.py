@@ -253,8 +253,9 @@ def test_rules_and_elements_are_what_was_asked_for():
     assert "at most about 19,200 elements" in str(report)
     usual = ["mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"]
     assert list(te_mx.inspect(model, x[:2]).about.rules) == usual
-    every = te_mx.inspect(model, x[:2], fmt=formats.names())
-    assert list(every.about.rules) == list(formats.names())
+    names = [*formats.names(), "nvfp4", "nvfp4_16x16", "nvfp4_rows"]
+    every = te_mx.inspect(model, x[:2], fmt=names)
+    assert list(every.about.rules) == names and every.about.rules["nvfp4"] == "te"
 
 
 # ------------------------------------------------------------------------------ nothing has changed

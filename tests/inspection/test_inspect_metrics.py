@@ -96,6 +96,20 @@ def test_what_is_not_finite_is_counted_and_left_out():
         assert (sums.signal, sums.noise, sums.zeroed) == (4 * 64 - 3 - lost, 0, 0)
 
 
+def test_a_tensor_scale_is_that_of_all_stripes(monkeypatch):
+    x = torch.randn(300, 70) * torch.logspace(-3, 2, 300)[:, None]
+    x[5, 7] = math.inf
+    for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rows"):
+        fmt = formats.get(name)
+        codes, scales, whole = fmt.quantize(x, "te")
+        values = fmt.dequantize(codes, scales, 70, torch.float32) * whole
+        known = values.isfinite() & x.isfinite()
+        (sums,) = measure(x, {fmt: "te"}, 8, None)
+        noise = torch.where(known, values - x, 0).square().sum()
+        assert sums.noise == pytest.approx(float(noise), rel=1e-5)
+        assert sums.nonfinite == 1 and -24 < sums.exponent(0.5) < 4
+
+
 def test_zeros_and_exact_values():
     zero, exact, empty = (
         measure(x, {MXFP4: "rceil"}, 8, None)[0]

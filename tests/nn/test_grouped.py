@@ -27,6 +27,8 @@ from te_mx.autograd import grouped as autograd
 from te_mx.autograd import grouped_loop
 from te_mx.weights.source import WeightSource
 
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
+
 
 @given(
     splits=SPLITS, behind=st.integers(0, 40), k=FEATURES, n=FEATURES, dtype=DTYPES, seed=SEEDS,

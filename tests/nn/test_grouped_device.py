@@ -25,6 +25,8 @@ from te_mx.backends.reference import grouped_math
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds
 
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
+
 ROWS, IN_GROUPS = "mxfp8_e4m3@rows", "mxfp8_e4m3@grouped_cols"
 
 

@@ -11,6 +11,8 @@ from torch import nn
 
 import te_mx
 
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
+
 
 def layer(weight: bool, bias: bool | None = None, groups: int = 3) -> te_mx.GroupedLinear:
     return te_mx.GroupedLinear(groups, 8, 5, single_grouped_weight=weight, single_grouped_bias=bias)

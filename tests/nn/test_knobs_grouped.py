@@ -8,6 +8,8 @@ from grouped_cases import assert_same_as_loop, equal, loop_of, parameters
 
 import te_mx
 
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
+
 SPLITS = [20, 0, 33]
 
 

@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.dispatch.fused import NORMS
-from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import (
+    Float8BlockScaling,
+    Format,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
 
 BF16 = torch.bfloat16
 RECIPES = [
@@ -29,6 +37,7 @@ RECIPES = [
     Float8BlockScaling(backward_override="dequantized"),
     MXFP4BlockScaling(w="mxfp8_e4m3"),
     MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False, hadamard=16),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
 ]
 
 

@@ -18,7 +18,10 @@ from te_mx.recipe import (
     Format,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
 
 RECIPES = {
     "e4m3": MXFP8BlockScaling(),
@@ -26,6 +29,7 @@ RECIPES = {
     "floor": MXFP8BlockScaling(scale_rule="floor"),
     "mxfp4": MXFP4BlockScaling(),
     "mxfp4_all": MXFP4BlockScaling(g="mxfp4"),
+    "nvfp4": NVFP4BlockScaling(),
     "float8_block": Float8BlockScaling(),
     "deepseek_v3": DeepSeekV3(),
 }
@@ -57,7 +61,7 @@ def train(recipe, steps=100, dtype=torch.float32, plain=()):
 
 
 GAP = dict.fromkeys(RECIPES, 0.03) | {"floor": 0.05}  # floor saturates the largest elements
-GAP |= {"mxfp4": 0.05, "mxfp4_all": 0.05}
+GAP |= {"mxfp4": 0.05, "mxfp4_all": 0.05, "nvfp4": 0.05}
 ENDS = ("0", "4")  # in MXFP4 the data themselves and the logits would lose most: 0.2
 
 
@@ -75,12 +79,12 @@ def high_precision(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_converges_as_high_precision_does(name, dtype):
     exact = high_precision(dtype)
-    ours, model = train(RECIPES[name], dtype=dtype, plain=ENDS if "mxfp4" in name else ())
+    ours, model = train(RECIPES[name], dtype=dtype, plain=ENDS if "fp4" in name else ())
     assert exact[-10:].mean() < 0.6 * exact[0]  # the task can be learned
     gap = ours[-10:].mean() / exact[-10:].mean() - 1
     assert abs(gap) < GAP[name], f"loss gap {gap:.2%}"
     plain = {row.name for row in te_mx.audit(model) if "high precision" in row}
-    assert plain == set(ENDS if "mxfp4" in name else ())
+    assert plain == set(ENDS if "fp4" in name else ())
 
 
 def test_is_deterministic():

@@ -15,7 +15,9 @@ from te_mx.backends.reference import grouped_math
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import device_bounds
+from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.moe import RoutedGemm, Routing
+from te_mx.dispatch.problem import Place, Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 
@@ -177,11 +179,14 @@ def test_a_tensor_scale_that_does_not_belong_there():
     for wrong, said in (
         (a._replace(tensor_scale=None), r"lhs: nvfp4 \[9, 48\] needs a tensor scale, got none"),
         (mx._replace(tensor_scale=one), r"lhs: mxfp8_e4m3 \[9, 48\] has no tensor scale"),
-        (a._replace(tensor_scale=one.double()), r"a float32 tensor scale \(\) on cpu, got torch.f"),
-        (a._replace(tensor_scale=one.view(1)), r"tensor scale \(\) on cpu, got .* \(1,\)"),
+        (
+            a._replace(tensor_scale=one.double()),
+            r"scale \(\) or \(9, 1\) on cpu, got torch.f",
+        ),
+        (a._replace(tensor_scale=one.view(1)), r"\(9, 1\) on cpu, got .* \(1,\)"),
         (b._replace(tensor_scale=one), r"nvfp4_rows \[5, 48\] needs a float32 tensor scale \(5, 1"),
         (a._replace(tensor_scale=one.to("meta")), r"on cpu, got torch.float32 \(\) on meta"),
-        (tokens.row, r"needs a float32 tensor scale \(\) on cpu, got torch.float32 \(3,\)"),
+        (tokens.row, r"tensor scale \(\) or \(4, 1\) on cpu, got torch.float32 \(3,\)"),
     ):
         with pytest.raises(ValueError, match=said):
             ops.gemm_2d(wrong, a, out_dtype=F32)
@@ -211,3 +216,21 @@ def test_te_mx_takes_them_in_groups_and_mixtures():
         [values[:2] @ each[0].dequantize(F64).t(), values[2:] @ each[2].dequantize(F64).t()]
     )
     torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "said"),
+    [
+        ("nvfp4", "nvfp4_16x16", None),
+        ("mxfp8_e4m3", "nvfp4", None),
+        ("nvfp4_rows", "mxfp4", None),
+        ("mxfp8_e4m3", "mxfp4", "decodes formats with a tensor scale"),
+        ("fp8_e4m3_1x128", "nvfp4", "multiplies what bf16 holds, not fp8_e4m3_1x128 with nvfp4"),
+    ],
+)
+def test_gpus_multiply_what_bf16_holds(lhs, rhs, said):
+    decoded = next(kernel for kernel in kernels("gemm") if kernel.name == "decoded")
+    problem = Problem("gemm", Place("cuda", 0), f"{lhs}@rows", f"{rhs}@cols", 64, 64, 64)
+    why = decoded.accepts(problem)
+    assert why is said if said is None else said in why
+    assert "runs on CUDA" in decoded.accepts(problem._replace(place=Place("cpu")))

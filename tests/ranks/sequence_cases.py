@@ -81,7 +81,9 @@ def pair(family, given, n=N, dtype=torch.float32):
 
 
 def case_inputs_gathered_as_codes():
-    recipes = (te_mx.recipe.MXFP4BlockScaling(), te_mx.recipe.Float8BlockScaling())
+    recipe = te_mx.recipe
+    four = recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)  # gathers values
+    recipes = (recipe.MXFP4BlockScaling(), recipe.Float8BlockScaling(), four)
     n = 256
     for family, kind, given in SHARING:
         for tokens, recipe in ((64, None), (24, None), *((256, one) for one in recipes)):

@@ -55,7 +55,7 @@ def test_settings():
     plain = Settings(e4m3, e4m3, e4m3, "rceil", "adaptive", 8, None)
     assert MXFP8BlockScaling().settings == plain
     # wgrad_hp, one_copy, split_k, keep_columns; formats and rules that are the same
-    assert plain[7:] == (False,) * 4 + ("",) * 4
+    assert plain[7:] == (False,) * 4 + ("",) * 5
     hybrid = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
     assert hybrid.settings == plain._replace(g=e5m2, scale_rule="floor")
     changed = MXFP8BlockScaling(

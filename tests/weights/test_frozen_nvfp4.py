@@ -60,6 +60,21 @@ def test_products_and_gradients_of_inputs(fmt, activations):
     assert torch.equal(values, w.dequantize(BF16))
 
 
+def test_rows_that_do_not_depend_on_each_other():
+    """Inputs with a scale a row, or as they are; one scale for all is refused."""
+    recipe = te_mx.recipe.MXFP8BlockScaling(precision="invariant")
+    layer = te_mx.Linear(80, 48)
+    with pytest.raises(ValueError, match="inputs in nvfp4 have one tensor scale"):
+        te_mx.freeze_weights(layer, recipe=recipe, drop_master=True, fmt="nvfp4",
+                             activations="nvfp4")  # fmt: skip
+    frozen(activations="nvfp4_rows", layer=layer)
+    x = torch.randn(5, 80) * torch.logspace(0, 4, 5)[:, None]
+    with torch.no_grad():
+        y = layer(x)
+        for i in range(5):
+            assert torch.equal(layer(x[i : i + 1]), y[i : i + 1])
+
+
 def test_copies_files_and_devices():
     torch.manual_seed(0)
     build = lambda: te_mx.GroupedLinear(2, 80, 48, params_dtype=BF16)  # noqa: E731

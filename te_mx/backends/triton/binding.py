@@ -16,7 +16,6 @@ from te_mx.formats.element import Element
 
 NAME, RANK = "triton", 500
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
-RULES = ("rceil", "floor", "even", "fp32", "pow2")
 LAYOUTS = ("rows", "cols")
 # Interpreted kernels run on CPU tensors, for tests.
 INTERPRETED = "TRITON_INTERPRET"
