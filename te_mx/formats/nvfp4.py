@@ -198,7 +198,7 @@ def _encode(element: Element, x: Tensor, random: Tensor | None = None) -> Tensor
 
 
 def _e4m3(x: Tensor) -> Tensor:
-    return E4M3.decode(_encode(E4M3, x))
+    return E4M3.decode(_encode(E4M3, x.abs()))  # 0 / 0 is NaN of either sign
 
 
 nvfp4 = register(TensorScaledFormat("nvfp4", E2M1, Scaling((1, 16), "e4m3", tuple(_WRITERS))))
