@@ -14,6 +14,8 @@ from te_mx.backends.base import (
     LAYOUTS,
     PLAIN,
     SCALE_RULES,
+    SMALL_ROWS,
+    TENSOR_SCALES,
     UPRIGHT,
     format_fields,
 )
@@ -40,6 +42,9 @@ FP4 = ("mxfp4",)  # of 4 bits, likewise
 _SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True)) | {"mxfp4": "e2m1"}
 COLUMNWISE = tuple(f"fp8_{word}" for word in UPRIGHT)  # for kernels that multiply nothing
 _SHORT |= dict(zip(COLUMNWISE, UPRIGHT, strict=True))
+NVFP4 = tuple(SMALL_ROWS)  # with a tensor scale, likewise
+_SHORT |= dict(zip(NVFP4, NVFP4, strict=True))
+WRITERS = ("te", "torchao", "modelopt", "compressed_tensors")  # whose rules these have
 _known = {"": ("e4m3", "k_last")}
 # Ops that read codes as they are, whatever was transformed before these were made.
 _READERS = ("gemm", "gemm_rows", "gemm_k", "dequantize", "convert")
@@ -110,10 +115,27 @@ def fields_of(spec: str, side: str = "") -> dict[str, int]:
 
 def record_of(native: Any, operand: Operand | Stack) -> Any:
     """The native record of an operand, or of the first of a stack."""
-    return native.Operand(
+    made = native.Operand(
         codes=operand.codes.data_ptr(), scales=operand.scales.data_ptr(), rows=operand.rows,
         k=operand.k, **fields_of(operand.spec),
     )  # fmt: skip
+    set_tensor_scale(made, "", operand)
+    return made
+
+
+def set_tensor_scale(record: Any, side: str, operand: Operand | Stack) -> None:
+    """Write into a record, in fields behind a prefix, the tensor scales of an operand that has
+    some, and for what each is."""
+    whole = operand.tensor_scale
+    if whole is None:
+        return
+    kind = (
+        ("all", "groups", "rows")[whole.dim()]
+        if isinstance(operand, Operand)
+        else ("all" if whole.dim() == 1 else "rows")
+    )
+    setattr(record, f"{side}tensor_scale", whole.data_ptr())
+    setattr(record, f"{side}tensor_scales", TENSOR_SCALES[kind])
 
 
 @lru_cache(maxsize=1024)
@@ -130,6 +152,8 @@ def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
             order, layout = words_of(spec)[1], spec_of(spec).layout
             fields[f"{side}_layout"] = ALIGNED[order] if is_aligned(spec) else LAYOUTS[order]
             fields[f"{side}_hadamard"], fields[f"{side}_signs"] = transform_of(spec)
+            if words_of(spec)[0] == "nvfp4_rows":
+                fields[f"{side}_tensor_scales"] = TENSOR_SCALES["rows"]
             if hasattr(layout, "spread"):
                 fields["spread"] = layout.spread
     return fields

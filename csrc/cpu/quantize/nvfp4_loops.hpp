@@ -10,12 +10,18 @@
 #include "mxtile/mx/round.hpp"
 #include "mxtile/simd/convert.hpp"
 #include "mxtile/simd/decode.hpp"
+#if defined(__AVX512BW__)
+#include "mxtile/quant/e2m1_avx512.hpp"
+#endif
 #include "quantize/nvfp4.hpp"
 
 namespace te_mx::cpu::nvfp4 {
 namespace {
 
 namespace mx = mxtile::mx;
+#if defined(__AVX512BW__)
+namespace q = mxtile::quant::avx512;
+#endif
 
 constexpr int kB = static_cast<int>(kSmallBlock);
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;
@@ -286,11 +292,59 @@ MXTILE_WORD typename S::I load_bits(const uint32_t* x) {
   return S::as_int(S::load(reinterpret_cast<const float*>(x)));
 }
 
+// Elements of 32 at a time to codes: of two blocks of a row, two codes a byte; or side by side, one
+// a byte.
+template <class S, ScaleRule R>
+struct Encoder {
+  MXTILE_WORD void rows(const uint32_t* x, const Scales& s, int block, uint8_t* packed) {
+    uint16_t codes[2 * kB];
+    for (int i = 0; i < 2 * kB; i += S::kLanes) {
+      const int b = block + i / kB;
+      const auto code = encode<S, R>(load_bits<S>(x + i), S::set(s.factor[b]));
+      S::store_u16(codes + i, S::iand(code, S::iset(static_cast<int32_t>(s.mask[b]))));
+    }
+    pack_codes(codes, kB, packed);
+  }
+  MXTILE_WORD void columns(const uint32_t* x, const Scales& s, int column, uint8_t* bytes) {
+    uint16_t codes[2 * kB];
+    for (int i = 0; i < 2 * kB; i += S::kLanes) {
+      const auto code = encode<S, R>(load_bits<S>(x + i), S::load(s.factor + column + i));
+      S::store_u16(codes + i, S::iand(code, load_bits<S>(s.mask + column + i)));
+    }
+    for (int i = 0; i < 2 * kB; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
+  }
+};
+
+#if defined(__AVX512BW__)
+template <ScaleRule R>
+struct Encoder<mxtile::simd::Avx512, R> {
+  using S = mxtile::simd::Avx512;
+  MXTILE_WORD q::Vector words(const uint32_t* x, S::F first, S::F second) {
+    const q::Vector low = q::scaled_patterns<divides(R)>(q::load(x), first);
+    const q::Vector high = q::scaled_patterns<divides(R)>(q::load(x + kB), second);
+    const q::Vector codes = q::e2m1_words(low, high);
+    return divides(R) ? q::unsigned_zeros(codes, low, high) : codes;
+  }
+  MXTILE_WORD void rows(const uint32_t* x, const Scales& s, int block, uint8_t* packed) {
+    const auto codes = words(x, S::set(s.factor[block]), S::set(s.factor[block + 1]));
+    q::store_code_pairs(packed, codes);
+    for (int b = 0; b < 2; ++b) {
+      if (s.mask[block + b] == 0) std::memset(packed + b * kB / 2, 0, kB / 2);
+    }
+  }
+  MXTILE_WORD void columns(const uint32_t* x, const Scales& s, int column, uint8_t* bytes) {
+    const float* factor = s.factor + column;
+    const q::Vector codes = words(x, S::load(factor), S::load(factor + kB));
+    const uint32_t* mask = s.mask + column;
+    q::store_low_bytes(bytes, S::iand(codes, q::low_words(q::load(mask), q::load(mask + kB))));
+  }
+};
+#endif
+
 template <class S, ScaleRule R>
 void make_rows(const Tile& t, const Values& x, const Scales* square) {
   const bool bf16 = t.dtype == DType::bf16;
   Whole whole = whole_of<R>(t.row_amax[0], bf16);
-  alignas(64) uint16_t codes[kRows][kCols];
   for (int r = 0; r < t.rows; ++r) {
     Scales own;
     const Scales* s = square;
@@ -301,22 +355,14 @@ void make_rows(const Tile& t, const Values& x, const Scales* square) {
       }
       s = &own;
     }
-    for (int b = 0; b < kBlocks; ++b) {
-      const auto factor = S::set(s->factor[b]);
-      const auto mask = S::iset(static_cast<int32_t>(s->mask[b]));
-      for (int i = b * kB; i < (b + 1) * kB; i += S::kLanes) {
-        const auto code = encode<S, R>(load_bits<S>(x[r] + i), factor);
-        S::store_u16(codes[r] + i, S::iand(code, mask));
-      }
+    alignas(64) uint8_t packed[kCols / 2];
+    for (int b = 0; b < kBlocks; b += 2) {
+      Encoder<S, R>::rows(x[r] + b * kB, *s, b, packed + b * kB / 2);
     }
+    put<kCols / 2>(packed, (t.cols + 1) / 2, t.row_codes + r * t.row_code_stride);
     if (square == nullptr || r == 0) {
       put_bytes<kBlocks>(s->code, (t.cols + kB - 1) / kB, t.row_scales + r * t.row_scale_stride);
     }
-  }
-  for (int r = 0; r < t.rows; ++r) {
-    alignas(64) uint8_t packed[kCols / 2];
-    pack_codes(codes[r], kCols / 2, packed);
-    put<kCols / 2>(packed, (t.cols + 1) / 2, t.row_codes + r * t.row_code_stride);
   }
 }
 
@@ -361,21 +407,17 @@ void make_columns(const Tile& t, const Values& x, const Scales* square) {
     }
     put_apart(square->code, (t.cols + kB - 1) / kB, t.col_scales, t.col_scale_stride);
   }
-  alignas(64) uint16_t codes[kRows][kCols];
+  alignas(64) uint8_t codes[kRows][kCols];
   for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kCols; c += S::kLanes) {
-      const auto code = encode<S, R>(load_bits<S>(x[r] + c), S::load(s.factor + c));
-      S::store_u16(codes[r] + c, S::iand(code, load_bits<S>(s.mask + c)));
-    }
+    for (int c = 0; c < kCols; c += 2 * kB) Encoder<S, R>::columns(x[r] + c, s, c, codes[r] + c);
     if (!t.transposed && r < t.rows) {
-      put_bytes<kCols>(codes[r], t.cols, t.col_codes + r * t.col_code_stride);
+      put<kCols>(codes[r], t.cols, t.col_codes + r * t.col_code_stride);
     }
   }
   for (int c = 0; t.transposed && c < t.cols; ++c) {
-    uint16_t column[kRows];
-    uint8_t packed[kRows / 2];
+    uint8_t column[kRows], packed[kRows / 2];
     for (int r = 0; r < kRows; ++r) column[r] = codes[r][c];
-    pack_codes(column, kRows / 2, packed);
+    mx::pack_nibbles<kRows / 2>(column, packed);
     put<kRows / 2>(packed, (t.rows + 1) / 2, t.col_codes + c * t.col_code_stride);
   }
 }

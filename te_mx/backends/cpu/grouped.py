@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
+from te_mx.backends.base import (
+    BLOCK_ROWS,
+    FLOAT_DTYPES,
+    TENSOR_SCALES,
+    pointer,
+    typed_address,
+)
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.cpu.quantize import empty_operand
+from te_mx.backends.cpu.quantize import empty_operand, why_not_random
 from te_mx.backends.native import (
     fields_to,
     one_read,
@@ -62,6 +68,18 @@ def _groups(bounds: Bounds) -> tuple[Any, Any]:
     return binding.native().Groups(count=count, starts=starts, ends=ends), keep
 
 
+def _scaled(args: Any, side: str, made: Operand | None, groups: int) -> Operand | None:
+    """An operand to write with its tensor scales, if it has some: one a group, or a row."""
+    if made is None or not made.format.tensor_scaled:
+        return made
+    shape = made.format.tensor_scale_shape(made.rows) or (groups,)
+    whole = torch.ones(shape, dtype=torch.float32, device=CPU)
+    setattr(args, f"{side}_tensor_scale", whole.data_ptr())
+    if len(shape) == 1:
+        setattr(args, f"{side}_tensor_scales", TENSOR_SCALES["groups"])
+    return made._replace(tensor_scale=whole)
+
+
 def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
     """The tokens of all groups; None for what native code does not take."""
     _, _, row_spec, col_spec, rule, col_sum, seed = what
@@ -81,6 +99,7 @@ def quantize(what: QuantizeGroups, bounds: Bounds) -> Quantized | None:
         made = torch.empty(scales, dtype=fmt.scaling.storage, device=CPU)
         col = Operand(cpu_memory.empty(codes, torch.uint8), made, col_spec, cols, rows)
         args.col_codes, args.col_scales = col.codes.data_ptr(), made.data_ptr()
+    row, col = (_scaled(args, side, one, groups) for side, one in (("row", row), ("col", col)))
     if col_sum:
         sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
         parts = rows // native.COL_SUM_ROWS + groups, cols
@@ -136,24 +155,29 @@ def _packed_for(packed: Tensor | None, kernel: int, stack: Stack) -> tuple[int, 
 class GroupedGemmCall:
     """One native grouped GEMM. It keeps the tensors alive whose addresses it holds.
 
-    kernels: the names for groups of many and of few rows of lhs. rhs: the weights of all groups,
-    or, of products along k, an operand.
+    kernels: the names for groups of many and of few rows of lhs. lhs: an operand, or values, for
+    streams. rhs: the weights of all groups, or, of products along k, an operand.
     """
 
     __slots__ = ("args", "keep")
 
     def __init__(
-        self, kernels: tuple[str, str], lhs: Operand, rhs: Stack | Operand, bounds: Bounds,
+        self, kernels: tuple[str, str], lhs: Operand | Tensor, rhs: Stack | Operand, bounds: Bounds,
         out: Tensor, bias: Tensor | None = None, accumulate: bool = False, precision: str = "",
     ) -> None:  # fmt: skip
         many, few = (KERNEL_IDS[name] for name in kernels)
         native = binding.native()
         args = native.GroupedGemmArgs(
-            lhs=record_of(native, lhs), rhs=record_of(native, rhs), ldo=out.shape[-1],
-            along_k=isinstance(rhs, Operand), accumulate=accumulate, kernel=many,
-            few_rows_kernel=few, threads=torch.get_num_threads(),
-            invariant=precision == INVARIANT,
+            rhs=record_of(native, rhs), ldo=out.shape[-1], along_k=isinstance(rhs, Operand),
+            accumulate=accumulate, kernel=many, few_rows_kernel=few,
+            threads=torch.get_num_threads(), invariant=precision == INVARIANT,
         )  # fmt: skip
+        if isinstance(lhs, Tensor):
+            args.lhs_rows, args.lhs_k = lhs.shape
+            args.values_data, args.values_dtype = typed_address(lhs)
+            args.values_row_stride = lhs.stride(0)
+        else:
+            args.lhs = record_of(native, lhs)
         if isinstance(rhs, Stack):
             args.rhs_packed, args.packed_stride = _packed_for(rhs.packed, many, rhs)
         if bias is not None:
@@ -184,7 +208,7 @@ def names_of(ran: int) -> str:
 
 # ------------------------------------------------------------------------------------------ kernels
 def _why_not(problem: Problem, random: bool = False) -> str | None:
-    reason = why_not(problem, "grouped_cols", blockwise=True, random=random)
+    reason = why_not(problem, "grouped_cols", blockwise=True, random=random, nvfp4=True)
     reason = reason or why_not_empty(problem)
     if reason is None and problem.ends == "device":
         reason = "needs ends of groups on the CPU"
@@ -195,7 +219,8 @@ class CpuQuantizeGroups(Kernel):
     op, name = "quantize_grouped", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        return _why_not(problem, random=True) or one_read(problem.lhs, problem.rhs)
+        reason = _why_not(problem, random=True) or why_not_random(problem)
+        return reason or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized | None:
         return quantize(what, host_bounds(*what.groups, len(what.x)))
@@ -205,7 +230,8 @@ class CpuQuantizeWeights(Kernel):
     op, name = "quantize_weights", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        return _why_not(problem) or one_read_of_weights(problem.lhs, problem.rhs)
+        reason = _why_not(problem) or why_not_random(problem)
+        return reason or one_read_of_weights(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeWeights) -> StackedParts | None:
         weights, row_spec, col_spec, rule = what
@@ -218,7 +244,9 @@ class CpuQuantizeWeights(Kernel):
                 made[side] = Stack(
                     cpu_memory.empty((groups, *codes), torch.uint8),
                     torch.empty((groups, *scales), dtype=fmt.scaling.storage, device=CPU),
-                    spec, groups, height, k,
+                    spec, groups, height, k, None,
+                    torch.empty((groups, *fmt.tensor_scale_shape(height)), device=CPU)
+                    if fmt.tensor_scaled else None,
                 )  # fmt: skip
         plan = native.QuantizeArgs(**fields_to(row_spec, col_spec, rule))
         problems, sources = [], [_strided(weight) for weight in weights]
@@ -227,6 +255,8 @@ class CpuQuantizeWeights(Kernel):
             for side, stack in made.items():
                 setattr(args, f"{side}_codes", stack.codes[i].data_ptr())
                 setattr(args, f"{side}_scales", stack.scales[i].data_ptr())
+                if stack.tensor_scale is not None:
+                    setattr(args, f"{side}_tensor_scale", stack.tensor_scale[i].data_ptr())
             problems.append(args)
         status = native.quantize_many(problems, torch.get_num_threads())
         return (made.get("row"), made.get("col")) if supported(status) else None
