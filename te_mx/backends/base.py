@@ -56,9 +56,15 @@ for _number, _element in enumerate(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")):
         BLOCK_ROWS[f"{_element}_{_rows}x128"] = _rows
     FORMATS[f"{_element}_128x1"] = _number
     UPRIGHT.append(f"{_element}_128x1")
+# Those with E4M3 scales and a tensor scale: the rows of a block, of 16 along k.
+SMALL_ROWS = {"nvfp4": 1, "nvfp4_rows": 1, "nvfp4_16x16": 16}
+FORMATS.update(dict.fromkeys(SMALL_ROWS, 6))
 SCALE_RULES = Words(
-    "the scale rule", ValueError, {"rceil": 0, "floor": 1, "even": 2, "fp32": 3, "pow2": 4}
-)
+    "the scale rule", ValueError,
+    {"rceil": 0, "floor": 1, "even": 2, "fp32": 3, "pow2": 4, "te": 5, "torchao": 6,
+     "modelopt": 7, "compressed_tensors": 8},
+)  # fmt: skip
+TENSOR_SCALES = {"all": 0, "rows": 1, "groups": 2}  # for what each of an operand is
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
 ALIGNED = {"sm90": 5, "sm90_k": 6}  # of columns in blocks of 1 x 128, as tiles of MX
@@ -80,6 +86,9 @@ def why_not_dtype(problem: Problem, does: str = "takes") -> str | None:
 def format_fields(fmt: str) -> dict[str, int]:
     """The fields of a native record that say what a format is."""
     rows, k = (128, 1) if fmt in UPRIGHT else (BLOCK_ROWS.get(fmt), 128)
+    if fmt in SMALL_ROWS:
+        return {"element": FORMATS[fmt], "scale_type": 2, "block_rows": SMALL_ROWS[fmt],
+                "block_k": 16}  # fmt: skip
     if rows is None:
         return {"element": FORMATS[fmt]}
     return {"element": FORMATS[fmt], "scale_type": 1, "block_rows": rows, "block_k": k}

@@ -15,6 +15,8 @@ from te_mx.backends.base import (
     LAYOUTS,
     PLAIN,
     SCALE_RULES,
+    SMALL_ROWS,
+    TENSOR_SCALES,
     UPRIGHT,
     format_fields,
     pointer,
@@ -38,13 +40,16 @@ _ORDERS = {
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
-RULES = ("rceil", "floor", "fp32", "pow2", "even")  # likewise
+WRITERS = ("te", "torchao", "modelopt", "compressed_tensors")  # whose rules NVFP4 has
+RULES = ("rceil", "floor", "fp32", "pow2", "even", *WRITERS)  # likewise
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
 FP4 = ("mxfp4",)  # of 4 bits, likewise
 MX = FORMATS + FP4
 _SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True)) | {"mxfp4": "e2m1"}
 COLUMNWISE = tuple(f"fp8_{word}" for word in UPRIGHT)  # for kernels that multiply nothing
 _SHORT |= dict(zip(COLUMNWISE, UPRIGHT, strict=True))
+NVFP4 = tuple(SMALL_ROWS)  # with a tensor scale, likewise
+_SHORT |= dict(zip(NVFP4, NVFP4, strict=True))
 _known = {"": ("e4m3", "k_last")}
 # Ops that read codes as they are, whatever was transformed before these were made.
 _READERS = ("gemm", "gemm_rows", "gemm_k", "dequantize", "convert")
@@ -114,10 +119,27 @@ def fields_of(spec: str, side: str = "") -> dict[str, int]:
 
 def record_of(native: Any, operand: Operand | Stack) -> Any:
     """The native record of an operand, or of the first of a stack."""
-    return native.Operand(
+    made = native.Operand(
         codes=operand.codes.data_ptr(), scales=operand.scales.data_ptr(), rows=operand.rows,
         k=operand.k, **fields_of(operand.spec),
     )  # fmt: skip
+    set_tensor_scale(made, "", operand)
+    return made
+
+
+def set_tensor_scale(record: Any, side: str, operand: Operand | Stack) -> None:
+    """Write into a record, in fields behind a prefix, the tensor scales of an operand that has
+    some, and for what each is."""
+    whole = operand.tensor_scale
+    if whole is None:
+        return
+    kind = (
+        ("all", "groups", "rows")[whole.dim()]
+        if isinstance(operand, Operand)
+        else ("all" if whole.dim() == 1 else "rows")
+    )
+    setattr(record, f"{side}tensor_scale", whole.data_ptr())
+    setattr(record, f"{side}tensor_scales", TENSOR_SCALES[kind])
 
 
 def routed_record(native: Any, p: RoutedGemm, **more: int) -> tuple[Any, object]:
@@ -151,6 +173,8 @@ def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
             order, layout = words_of(spec)[1], spec_of(spec).layout
             fields[f"{side}_layout"] = ALIGNED[order] if is_aligned(spec) else LAYOUTS[order]
             fields[f"{side}_hadamard"], fields[f"{side}_signs"] = transform_of(spec)
+            if words_of(spec)[0] == "nvfp4_rows":
+                fields[f"{side}_tensor_scales"] = TENSOR_SCALES["rows"]
             if hasattr(layout, "spread"):
                 fields["spread"] = layout.spread
     return fields

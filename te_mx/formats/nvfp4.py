@@ -262,7 +262,7 @@ def _encode_scales(x: Tensor) -> Tensor:
 
 
 def _e4m3(x: Tensor) -> Tensor:
-    return E4M3.decode(_encode_scales(x))
+    return E4M3.decode(_encode_scales(x.abs()))  # 0 / 0 is NaN of either sign
 
 
 nvfp4 = register(TensorScaledFormat("nvfp4", E2M1, Scaling((1, 16), "e4m3", tuple(_WRITERS))))

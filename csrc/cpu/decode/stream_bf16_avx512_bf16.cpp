@@ -415,10 +415,11 @@ Status pack(Role, const StridedOperand& x, const float* exponents, void* panels,
         bf16::store_words(to + b * rows * kBlock, bf16::broadcast_word(0));
       }
     }
-    return put_values<bf16::Avx512Decoder>(x, exponents, threads, [&](int64_t r, int64_t b, const uint16_t* from) {
-      uint16_t* to = words + r / rows * panel + (b * rows + r % rows) * kBlock;
-      bf16::store_words(to, bf16::load_words(from));
-    });
+    return put_values<bf16::Avx512Decoder>(
+        x, exponents, threads, [&](int64_t r, int64_t b, const uint16_t* from) {
+          uint16_t* to = words + r / rows * panel + (b * rows + r % rows) * kBlock;
+          bf16::store_words(to, bf16::load_words(from));
+        });
   }
   if (x.code_k_stride == 1) {
     const bool small = x.rows * blocks < Tuning::kInlineBlocks;

@@ -135,8 +135,7 @@ struct StreamGemm {
       for (int64_t k = k0; k < k1; k += kBlock) {
         const int n = static_cast<int>(k1 - k < kBlock ? k1 - k : kBlock);
         uint8_t room[kBlock];
-        decode_part<E>(o, exponents, codes_of<kBlock>(o, row, k, n, room), n, row, k,
-                       out + k - k0);
+        decode_part<E>(o, exponents, codes_of<kBlock>(o, row, k, n, room), n, row, k, out + k - k0);
       }
     }
   }

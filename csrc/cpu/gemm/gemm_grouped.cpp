@@ -80,6 +80,13 @@ struct GroupedTask {
       a.lhs = grouped_k(all.lhs, groups, i);
       a.rhs = grouped_k(all.rhs, groups, i);
       out_row = i * all.lhs.rows;
+    } else if (all.lhs.as_values()) {
+      Matrix& x = a.lhs.values;
+      x.data = static_cast<const char*>(x.data) +
+               groups.starts[i] * x.row_stride * element_bytes(x.dtype);
+      a.lhs.rows = groups.size(i);
+      a.rhs = stacked(all.rhs, i, packed_stride);
+      out_row = groups.starts[i];
     } else {
       a.lhs = grouped_rows(all.lhs, groups, i);
       a.rhs = stacked(all.rhs, i, packed_stride);
@@ -99,6 +106,30 @@ struct GroupedTask {
   }
 };
 
+// Rows of values that a stream takes at a time: each time it reads the codes of rhs.
+int64_t most_rows(const GemmTask& a) {
+  if (!a.lhs.as_values()) return a.lhs.rows;
+  return a.kernel == Kernel::avx512_bf16_stream ? kValuesMaxRows : kStreamMaxRows;
+}
+
+Status run_group(GemmTask& group) {
+  Status status = Status::ok;
+  const Matrix& x = group.lhs.values;
+  const int64_t most = most_rows(group);
+  for (int64_t row = 0; row < group.lhs.rows && status == Status::ok; row += most) {
+    GemmTask a = group;
+    a.lhs.rows = std::min(most, group.lhs.rows - row);
+    if (row > 0) {
+      a.lhs.values.data =
+          static_cast<const char*>(x.data) + row * x.row_stride * element_bytes(x.dtype);
+      a.out = static_cast<char*>(group.out) + row * group.ldo * element_bytes(group.out_dtype);
+    }
+    status = run_task(a);
+    group.ran = a.ran;
+  }
+  return status;
+}
+
 struct Schedule {
   int64_t group_bytes;  // workspace of one group
   int members;          // groups that run at a time
@@ -108,9 +139,10 @@ struct Schedule {
 Schedule schedule(const GroupedTask& task) {
   Schedule s{0, 1, 0};
   for (int64_t i = 0; i < task.groups.count; ++i) {
-    const GemmTask a = task.group(i);
-    s.group_bytes = std::max(s.group_bytes, round_up(workspace_bytes(a), 64));
+    GemmTask a = task.group(i);
     s.products += a.lhs.rows * a.rhs.rows * a.lhs.k;
+    a.lhs.rows = std::min(a.lhs.rows, most_rows(a));
+    s.group_bytes = std::max(s.group_bytes, round_up(workspace_bytes(a), 64));
   }
   int64_t members = std::min<int64_t>(task.all.threads, task.groups.count);
   if (s.group_bytes > 0) members = std::min(members, kScratchBytes / s.group_bytes);
@@ -120,16 +152,19 @@ Schedule schedule(const GroupedTask& task) {
 
 Status check(const GroupedGemmArgs& args) {
   const auto& [lhs, rhs, values, e, execution] = args.gemm;
-  Status status = check_factor(lhs);
+  const bool as_values = values.data != nullptr;
+  Status status = as_values ? Status::ok : check_factor(lhs);
   if (status == Status::ok) status = check_factor(rhs);
   if (status != Status::ok) return status;
+  if (as_values && (args.along_k || !is_stream(static_cast<Kernel>(execution.kernel))))
+    return Status::unsupported;
   // What belongs to groups has blocks of one row.
   if (lhs.scaling.block_rows != 1 || (args.along_k && rhs.scaling.block_rows != 1))
     return Status::unsupported;
   const bool packs_k = is_fp4(lhs.element) && lhs.layout == Layout::k_last;
   if (args.along_k && (packs_k || (is_fp4(rhs.element) && rhs.layout == Layout::k_last)))
     return Status::unsupported;
-  if (values.data != nullptr || e.gelu != Gelu::none || e.aux != nullptr || e.gelu_in != nullptr ||
+  if (e.gelu != Gelu::none || e.aux != nullptr || e.gelu_in != nullptr ||
       e.bias_grad_kind != BiasGrad::none || args.first_rows != nullptr) {
     return Status::unsupported;
   }
@@ -194,7 +229,7 @@ Status gemm_grouped(const GroupedGemmArgs& args, uint32_t& ran) {
     a.workspace = static_cast<char*>(all.workspace) + member * s.group_bytes;
     a.workspace_bytes = s.group_bytes;
     a.together = out_bytes;
-    error.add(run_task(a));
+    error.add(run_group(a));
     if (products > 0) kernels.fetch_or(1u << static_cast<int>(a.ran));
   });
   ran = kernels.load();

@@ -42,15 +42,17 @@ inline constexpr ScaleValues kScaleValues = make_scale_values();
 
 // As decode_block(), of NVFP4 from k on, a multiple of 32.
 template <class S, class E>
-[[gnu::always_inline]] static inline void decode_small(const StridedOperand& o, const uint8_t* codes,
-                                                       int n, int64_t row, int64_t k, float* out) {
+[[gnu::always_inline]] static inline void decode_small(const StridedOperand& o,
+                                                       const uint8_t* codes, int n, int64_t row,
+                                                       int64_t k, float* out) {
   uint8_t whole[kBlock] = {};
   if (n < kBlock) {
     for (int i = 0; i < n; ++i) whole[i] = codes[i];
     codes = whole;
   }
   const float first = kScaleValues.of[*o.small_scale(row, k / kSmallBlock)];
-  const float second = n > kSmallBlock ? kScaleValues.of[*o.small_scale(row, k / kSmallBlock + 1)] : 0;
+  const float second =
+      n > kSmallBlock ? kScaleValues.of[*o.small_scale(row, k / kSmallBlock + 1)] : 0;
   mxtile::simd::decode_halves<S, E>(codes, first, second, out);
 }
 

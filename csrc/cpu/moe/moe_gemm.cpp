@@ -24,7 +24,8 @@ int64_t aligned(int64_t bytes) { return round_up(bytes, kAlign); }
 
 int64_t code_row_bytes(const Operand& o) { return is_fp4(o.element) ? ceil_div(o.k, 2) : o.k; }
 int64_t scale_row_bytes(const Operand& o) {
-  return is_blockwise(o.scaling) ? 4 * ceil_div(o.k, kWideBlock) : ceil_div(o.k, kBlock);
+  if (is_blockwise(o.scaling)) return 4 * ceil_div(o.k, kWideBlock);
+  return ceil_div(o.k, is_nvfp4(o.scaling) ? kSmallBlock : kBlock);
 }
 
 // Calls body(row, expert) for the routed rows of experts that are here, in the order of the lists.
@@ -167,6 +168,7 @@ Status check(const MoeGemmArgs& a) {
   if (status != Status::ok) return status;
   if (!known(a.out_dtype)) return Status::bad_argument;
   if (a.lhs.layout != Layout::k_last || a.lhs.scaling.block_rows != 1) return Status::unsupported;
+  if (a.lhs.tensor_scales != TensorScale::all) return Status::unsupported;
   const Routing& r = a.routing;
   if (a.experts < 0 || r.routed < 0 || r.block_m < 1 || r.a_div < 1 || r.positions < 0 ||
       r.blocks < 0 || r.routed > a.lhs.rows * r.a_div || r.num_tokens_post_padded == nullptr) {

@@ -20,7 +20,7 @@ using nvfp4::kRows;
 using nvfp4::Level;
 using nvfp4::Tile;
 
-constexpr int64_t kItemRows = 128, kItemCols = 1024;
+constexpr int64_t kItemRows = 64, kItemCols = 4096;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
 static_assert(kColSumRows % kRows == 0 && kItemRows % kRows == 0 && kItemCols % kCols == 0);
 
@@ -98,8 +98,8 @@ struct Problem {
       t.col_codes =
           to.col.codes + (t.transposed ? c0 * t.col_code_stride + r0 / 2 : r0 * x.cols + c0);
       t.col_scale_stride = t.transposed ? down : 1;
-      t.col_scales = scales + (t.transposed ? c * down + block
-                                            : block * (square ? across : x.cols) + c);
+      t.col_scales =
+          scales + (t.transposed ? c * down + block : block * (square ? across : x.cols) + c);
     }
     return t;
   }
@@ -121,8 +121,13 @@ struct Problem {
     *to = 0;
     for_tiles(kItemRows, [&](int64_t r_begin, int64_t r_end, int64_t c_begin, int64_t c_end) {
       uint32_t most = 0;
+      const int64_t step = a.x.col_stride == 1 && a.x.dtype != DType::f16 ? kItemCols : kCols;
       for (int64_t r = r_begin; r < r_end; r += kRows) {
-        for (int64_t c = c_begin; c < c_end; c += kCols) how.raise(tile(r, c), &most, 0, 0);
+        for (int64_t c = c_begin; c < c_end; c += step) {
+          Tile t = tile(r, c);
+          t.cols = static_cast<int>(std::min(step, c_end - c));
+          how.raise(t, &most, 0, 0);
+        }
       }
       uint32_t seen = __atomic_load_n(to, __ATOMIC_RELAXED);
       while (most > seen && !__atomic_compare_exchange_n(to, &seen, most, true, __ATOMIC_RELAXED,
@@ -239,8 +244,8 @@ Status dequantize_nvfp4(const DequantizeArgs& args) {
       nvfp4::Run run{};
       run.codes = o.codes + r * code_stride + (k_first ? c : c / 2);
       run.packs = !k_first;
-      run.scales = static_cast<const uint8_t*>(o.scales) + r / down * ceil_div(cols, across) +
-                   c / across;
+      run.scales =
+          static_cast<const uint8_t*>(o.scales) + r / down * ceil_div(cols, across) + c / across;
       run.scale_span = across;
       run.whole = o.tensor_scale + (each ? (k_first ? c : r) : 0);
       run.whole_stride = each && k_first ? 1 : 0;

@@ -30,7 +30,7 @@ struct Tile {
   int64_t row_code_stride;
   uint8_t* row_scales;  // rows row_scale_stride apart; one row when square
   int64_t row_scale_stride;
-  bool transposed;     // columns: two a byte, columns col_code_stride apart; else as the matrix
+  bool transposed;  // columns: two a byte, columns col_code_stride apart; else as the matrix
   uint8_t* col_codes;
   int64_t col_code_stride;
   uint8_t* col_scales;  // of column c (when square of block c / 16) at c * col_scale_stride
@@ -52,8 +52,8 @@ struct Run {
 };
 
 struct Level {
-  // Raises magnitudes (bits of fp32, NaN and Inf left out), `rows` apart 0 or 1 and `cols` likewise,
-  // to those of a tile.
+  // Raises magnitudes (bits of fp32, NaN and Inf left out), `rows` apart 0 or 1 and `cols`
+  // likewise, to those of a tile.
   void (*raise)(const Tile& tile, uint32_t* largest, int64_t rows, int64_t cols);
   void (*quantize)(const Tile& tile, ScaleRule rule);
   void (*decode)(const Run& run);

@@ -1,19 +1,27 @@
-// NVFP4 in plain loops, compiled once for every instruction set: compilers make vectors of them.
-// Everything here has internal linkage: several files compile it with different flags. Every
-// operation is one of te_mx/formats/nvfp4.py, in its order.
+// NVFP4, written once over the f32 vector words S and built for each instruction set. Everything
+// here has internal linkage. Every operation is one of te_mx/formats/nvfp4.py, in its order.
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "common/room.h"
 #include "mxtile/mx/nibbles.hpp"
 #include "mxtile/mx/round.hpp"
+#include "mxtile/simd/convert.hpp"
+#include "mxtile/simd/decode.hpp"
+#if defined(__AVX512BW__)
+#include "mxtile/quant/e2m1_avx512.hpp"
+#endif
 #include "quantize/nvfp4.hpp"
 
 namespace te_mx::cpu::nvfp4 {
 namespace {
 
 namespace mx = mxtile::mx;
+#if defined(__AVX512BW__)
+namespace q = mxtile::quant::avx512;
+#endif
 
 constexpr int kB = static_cast<int>(kSmallBlock);
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;
@@ -26,6 +34,10 @@ inline float least(float a, float b) { return a < b ? a : b; }
 inline float to_bf16(float x) {
   const uint32_t bits = mx::as_bits(x);
   return mx::as_float((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+}
+
+constexpr bool divides(ScaleRule r) {
+  return r == ScaleRule::modelopt || r == ScaleRule::compressed_tensors;
 }
 
 // What follows from the largest magnitude of a tensor, and is the same for all of its blocks.
@@ -51,78 +63,111 @@ inline Whole whole_of(uint32_t bits, bool bf16) {
   }
 }
 
-// Magnitude of fp32 to a code of E4M3: to nearest even, at most 448 (NaN too).
-inline uint32_t e4m3_of(float x) {
-  const uint32_t a = mx::as_bits(x);
-  constexpr float kMagic = 24576.0f;  // 1.5 * 2^14: steps of 2^-9
-  const uint32_t small = mx::as_bits(x + kMagic) - mx::as_bits(kMagic);
-  const uint32_t code = ((a + 0x7FFFF + (a >> 20 & 1)) >> 20) - (120u << 3);
-  const uint32_t is_small = static_cast<uint32_t>((static_cast<int32_t>(a) - (121 << 23)) >> 31);
-  const uint32_t found = code ^ ((code ^ small) & is_small);
-  return a >= mx::as_bits(448.0f) ? 0x7E : found;
+// Magnitudes of fp32 to codes of an element that begins at 2^E, to nearest even, at most its
+// largest value (NaN too). Adding `one`, 2^(23 - mantissa bits) times the binade, rounds in fp32.
+template <class S, class F, int E>
+MXTILE_WORD typename S::I code_of(typename S::F x) {
+  constexpr int kDrop = 23 - F::kMantissaBits;
+  const auto q = S::min(x, S::set(static_cast<float>(F::kTraits.max)));
+  const auto exponent = S::iand(S::as_int(q), S::iset(0x7F800000));
+  const auto low = S::iset((127 + E) << 23);
+  const auto binade = S::select_gt(exponent, low, exponent, low);
+  const auto one = S::iadd(binade, S::iset(kDrop << 23));
+  const auto steps = S::isub(S::as_int(S::add(q, S::as_float(one))), one);
+  return S::iadd(steps, S::template shr<kDrop>(S::isub(binade, low)));
 }
 
-inline float e4m3_value(uint32_t code) {
-  const float small = static_cast<float>(static_cast<int32_t>(code)) * 0.001953125f;
-  const uint32_t normal = (code << 20) + (120u << 23);
-  const uint32_t is_small = static_cast<uint32_t>((static_cast<int32_t>(code) - 8) >> 31);
-  return mx::as_float(normal ^ ((normal ^ mx::as_bits(small)) & is_small));
+template <class S>
+MXTILE_WORD typename S::F bf16_rounded(typename S::F x) {
+  return mxtile::simd::bf16_value<S>(mxtile::simd::bf16_bits<S>(x));
 }
 
-// Code of a block's scale, and by what its elements are multiplied, or divided.
-struct Scale {
-  uint32_t code;
-  float factor;
+// A vector of blocks: the codes of their scales, and by what elements are multiplied, or divided.
+template <class S>
+struct ScaleVector {
+  typename S::I code;
+  typename S::F factor;
 };
 
-template <ScaleRule R>
-inline Scale scale_of(uint32_t bits, Whole whole, bool bf16) {
-  const float bamax = mx::as_float(bits);
+template <class S, ScaleRule R>
+MXTILE_WORD ScaleVector<S> scale_of(typename S::F bamax, typename S::F scale, typename S::F encode,
+                                    bool bf16) {
+  using E4M3 = mx::E4M3;
+  const auto code = [](auto x) { return code_of<S, E4M3, -6>(x); };
+  const auto value = [](auto x) { return mxtile::simd::decode<S, E4M3>(x); };
+  const auto one = S::set(1.0f), six = S::set(6.0f);
   if constexpr (R == ScaleRule::te) {
-    const uint32_t code = e4m3_of(bamax * whole.encode);
-    return {code, least(1.0f / (e4m3_value(code) * whole.scale), kLargest)};
+    const auto found = code(S::mul(bamax, encode));
+    const auto inverse = S::div(one, S::mul(value(found), scale));
+    return {found, S::min(inverse, S::set(kLargest))};
   } else if constexpr (R == ScaleRule::torchao) {
-    const float wanted = bamax / 6.0f / whole.scale;
-    const uint32_t code = e4m3_of(wanted < 0.015625f ? 0.015625f : wanted);
-    return {code, 1.0f / whole.scale / e4m3_value(code)};
+    const auto wanted = S::div(S::div(bamax, six), scale), low = S::set(0.015625f);
+    const auto found = code(S::select_lt(wanted, low, low, wanted));
+    return {found, S::div(S::div(one, scale), value(found))};
   } else if constexpr (R == ScaleRule::modelopt) {
-    float wanted = bamax / whole.encode;
-    wanted = wanted == 0.0f ? 1.0f : wanted;
-    const uint32_t code = e4m3_of(wanted < 0.001953125f ? 0.001953125f : wanted);
-    return {code, e4m3_value(code) * whole.scale};
+    const auto wanted = S::div(bamax, encode), low = S::set(0.001953125f);
+    const auto least = S::select_lt(wanted, low, low, wanted);
+    const auto some = S::select_lt(S::set(0.0f), wanted, least, one);
+    const auto number = S::select_lt(wanted, S::set(kLargest), some, least);  // NaN is least
+    const auto found = code(number);
+    return {found, S::mul(value(found), scale)};
   } else {
-    const float sixth = bamax / 6.0f;
-    const uint32_t found = e4m3_of(whole.encode * (bf16 ? to_bf16(sixth) : sixth));
-    const uint32_t code = found == 0 ? 0x20 : found;  // 0.125
-    return {code, e4m3_value(code) / whole.encode};
+    auto sixth = S::div(bamax, six);
+    if (bf16) sixth = bf16_rounded<S>(sixth);
+    const auto rounded = code(S::mul(encode, sixth));
+    const auto found = S::select_gt(rounded, S::iset(0), rounded, S::iset(0x20));  // 0.125
+    return {found, S::div(value(found), encode)};
   }
 }
 
-constexpr bool divides(ScaleRule r) {
-  return r == ScaleRule::modelopt || r == ScaleRule::compressed_tensors;
+template <class S, ScaleRule R>
+MXTILE_WORD typename S::I encode(typename S::I x, typename S::F factor) {
+  const auto value = S::as_float(x);
+  const auto all = S::iset(static_cast<int32_t>(kMagnitude));
+  auto y = S::iand(S::as_int(divides(R) ? S::div(value, factor) : S::mul(value, factor)), all);
+  const auto zero = S::iset(0);
+  // Where 0 times Inf or 0 / 0 was computed.
+  if constexpr (R != ScaleRule::te) y = S::select_gt(S::iand(x, all), zero, y, zero);
+  auto sign = S::iand(S::template shr<28>(x), S::iset(8));
+  if constexpr (divides(R)) sign = S::select_gt(y, zero, sign, zero);
+  return S::ior(code_of<S, mx::E2M1, 0>(S::as_float(y)), sign);
 }
 
-template <ScaleRule R>
-inline uint8_t encode(uint32_t x, float factor) {
-  const float value = mx::as_float(x);
-  const uint32_t y = mx::as_bits(divides(R) ? value / factor : value * factor) & kMagnitude;
-  const int32_t a = static_cast<int32_t>((x & kMagnitude) == 0 ? 0 : y);
-  // Halfway between two codes: to the even one.
-  uint32_t code = 0;
-  code += a > 0x3E800000;   // 0.25
-  code += a >= 0x3F400000;  // 0.75
-  code += a > 0x3FA00000;   // 1.25
-  code += a >= 0x3FE00000;  // 1.75
-  code += a > 0x40200000;   // 2.5
-  code += a >= 0x40600000;  // 3.5
-  code += a > 0x40A00000;   // 5
-  uint32_t sign = x >> 28 & 8;
-  if (divides(R)) sign = a == 0 ? 0 : sign;
-  return static_cast<uint8_t>(code | sign);
+template <class S>
+MXTILE_WORD typename S::I larger(typename S::I a, typename S::I b) {
+  return S::select_gt(a, b, a, b);
+}
+
+template <class S>
+MXTILE_WORD typename S::I magnitude(const uint32_t* x) {
+  typename S::I bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return S::iand(bits, S::iset(static_cast<int32_t>(kMagnitude)));
+}
+
+// Lane i: the largest magnitude of block i.
+template <class S>
+MXTILE_WORD typename S::F block_maxima(const uint32_t* x) {
+  typename S::F rows[S::kLanes];
+  for (int b = 0; b < S::kLanes; ++b) {
+    auto most = magnitude<S>(x + b * kB);
+    for (int i = S::kLanes; i < kB; i += S::kLanes) {
+      most = larger<S>(most, magnitude<S>(x + b * kB + i));
+    }
+    rows[b] = S::as_float(most);
+  }
+  for (int half = S::kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) {
+      typename S::F low, high;
+      S::zip(rows[i], rows[i + half], low, high);
+      rows[i] = S::as_float(larger<S>(S::as_int(low), S::as_int(high)));
+    }
+  }
+  return rows[0];
 }
 
 template <class T, bool kF16>
-inline void load_as(const Tile& tile, Values& out) {
+void load_as(const Tile& tile, Values& out) {
   const T* x = static_cast<const T*>(tile.x);
   const auto bits = [](T v) -> uint32_t {
     if constexpr (sizeof(T) == 4) return v;
@@ -132,6 +177,10 @@ inline void load_as(const Tile& tile, Values& out) {
     const int n = r < tile.rows ? tile.cols : 0;
     const T* from = x + r * tile.row_stride;
     if (n == kCols && tile.col_stride == 1) {
+      // The tile to the right comes next.
+      for (int c = kCols; c < 2 * kCols; c += static_cast<int>(64 / sizeof(T))) {
+        __builtin_prefetch(from + c, 0, 2);
+      }
       for (int c = 0; c < kCols; ++c) out[r][c] = bits(from[c]);
     } else {
       for (int c = 0; c < n; ++c) out[r][c] = bits(from[c * tile.col_stride]);
@@ -141,7 +190,7 @@ inline void load_as(const Tile& tile, Values& out) {
 }
 
 // Zeros outside of the matrix.
-inline void load(const Tile& tile, Values& out) {
+void load(const Tile& tile, Values& out) {
   if (tile.dtype == DType::f32) return load_as<uint32_t, false>(tile, out);
   if (tile.dtype == DType::bf16) return load_as<uint16_t, false>(tile, out);
   load_as<uint16_t, true>(tile, out);
@@ -191,109 +240,189 @@ void raise(const Tile& tile, uint32_t* largest, int64_t rows, int64_t cols) {
   }
 }
 
-// Scales of `n` blocks, a multiple of 16, of which the largest magnitudes are given (of NaN or Inf:
-// those), by amax of their own or of all; and what the codes of those are masked with.
+// Scales of blocks of which the largest magnitudes are given (of NaN or Inf: those), by the amax of
+// each or of all.
 struct Scales {
-  uint8_t code[kCols];
-  float factor[kCols];
-  uint8_t mask[kCols];
+  alignas(64) uint16_t code[kCols];
+  alignas(64) float factor[kCols];
+  alignas(64) uint32_t mask[kCols];  // of the codes of its elements
 };
 
-template <ScaleRule R>
-inline void make_scales(const uint32_t* bamax, const uint32_t* amax, int64_t stride, bool bf16,
-                        int n, Scales& out) {
-  const Whole all = whole_of<R>(amax[0], bf16);
-  for (int i = 0; i < n; ++i) {
-    const bool number = bamax[i] < mx::kF32Inf;
-    const Whole whole = stride == 0 ? all : whole_of<R>(amax[i], bf16);
-    const Scale s = scale_of<R>(number ? bamax[i] : 0, whole, bf16);
-    out.code[i] = static_cast<uint8_t>(number ? s.code : 0x7F);
-    out.factor[i] = s.factor;
-    out.mask[i] = number ? 0x0F : 0;
+template <class S, ScaleRule R>
+MXTILE_WORD void make_scales(typename S::F bamax, Whole whole, bool bf16, int at, Scales& out) {
+  const auto inf = S::iset(0x7F800000), zero = S::iset(0), bits = S::as_int(bamax);
+  const auto number = S::as_float(S::select_gt(inf, bits, bits, zero));
+  const auto s = scale_of<S, R>(number, S::set(whole.scale), S::set(whole.encode), bf16);
+  S::store_u16(out.code + at, S::select_gt(inf, bits, s.code, S::iset(0x7F)));
+  S::store(out.factor + at, s.factor);
+  S::store(reinterpret_cast<float*>(out.mask + at),
+           S::as_float(S::select_gt(inf, bits, S::iset(15), zero)));
+}
+
+// Two codes of four bits a byte.
+inline void pack_codes(const uint16_t* codes, int bytes, uint8_t* out) {
+  for (int i = 0; i < bytes; ++i) {
+    uint32_t two;
+    std::memcpy(&two, codes + 2 * i, sizeof two);
+    out[i] = static_cast<uint8_t>(two | two >> 12);
   }
 }
 
-// Codes of a block, or of blocks side by side.
-template <ScaleRule R>
-inline void encode_block(const uint32_t* x, float factor, uint8_t mask, uint8_t* codes) {
-  for (int i = 0; i < kB; ++i) codes[i] = encode<R>(x[i], factor);
-  if (mask == 0) std::memset(codes, 0, kB);
+// n bytes, of which a whole tile has kWhole: a size that is known is no call.
+template <int kWhole>
+inline void put(const uint8_t* from, int n, uint8_t* to) {
+  if (n == kWhole) {
+    std::memcpy(to, from, kWhole);
+  } else {
+    std::memcpy(to, from, static_cast<size_t>(n));
+  }
 }
-template <ScaleRule R>
-inline void encode_row(const uint32_t* x, const Scales& s, uint8_t* codes) {
-  for (int c = 0; c < kCols; ++c) codes[c] = encode<R>(x[c], s.factor[c]) & s.mask[c];
+template <int kWhole>
+inline void put_bytes(const uint16_t* from, int n, uint8_t* to) {
+  alignas(64) uint8_t bytes[kWhole];
+  for (int i = 0; i < kWhole; ++i) bytes[i] = static_cast<uint8_t>(from[i]);
+  put<kWhole>(bytes, n, to);
+}
+inline void put_apart(const uint16_t* from, int n, uint8_t* to, int64_t stride) {
+  for (int i = 0; i < n; ++i) to[i * stride] = static_cast<uint8_t>(from[i]);
 }
 
+template <class S>
+MXTILE_WORD typename S::I load_bits(const uint32_t* x) {
+  return S::as_int(S::load(reinterpret_cast<const float*>(x)));
+}
+
+// Elements of 32 at a time to codes: of two blocks of a row, two codes a byte; or side by side, one
+// a byte.
+template <class S, ScaleRule R>
+struct Encoder {
+  MXTILE_WORD void rows(const uint32_t* x, const Scales& s, int block, uint8_t* packed) {
+    uint16_t codes[2 * kB];
+    for (int i = 0; i < 2 * kB; i += S::kLanes) {
+      const int b = block + i / kB;
+      const auto code = encode<S, R>(load_bits<S>(x + i), S::set(s.factor[b]));
+      S::store_u16(codes + i, S::iand(code, S::iset(static_cast<int32_t>(s.mask[b]))));
+    }
+    pack_codes(codes, kB, packed);
+  }
+  MXTILE_WORD void columns(const uint32_t* x, const Scales& s, int column, uint8_t* bytes) {
+    uint16_t codes[2 * kB];
+    for (int i = 0; i < 2 * kB; i += S::kLanes) {
+      const auto code = encode<S, R>(load_bits<S>(x + i), S::load(s.factor + column + i));
+      S::store_u16(codes + i, S::iand(code, load_bits<S>(s.mask + column + i)));
+    }
+    for (int i = 0; i < 2 * kB; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
+  }
+};
+
+#if defined(__AVX512BW__)
 template <ScaleRule R>
+struct Encoder<mxtile::simd::Avx512, R> {
+  using S = mxtile::simd::Avx512;
+  MXTILE_WORD q::Vector words(const uint32_t* x, S::F first, S::F second) {
+    const q::Vector low = q::scaled_patterns<divides(R)>(q::load(x), first);
+    const q::Vector high = q::scaled_patterns<divides(R)>(q::load(x + kB), second);
+    const q::Vector codes = q::e2m1_words(low, high);
+    return divides(R) ? q::unsigned_zeros(codes, low, high) : codes;
+  }
+  MXTILE_WORD void rows(const uint32_t* x, const Scales& s, int block, uint8_t* packed) {
+    const auto codes = words(x, S::set(s.factor[block]), S::set(s.factor[block + 1]));
+    q::store_code_pairs(packed, codes);
+    for (int b = 0; b < 2; ++b) {
+      if (s.mask[block + b] == 0) std::memset(packed + b * kB / 2, 0, kB / 2);
+    }
+  }
+  MXTILE_WORD void columns(const uint32_t* x, const Scales& s, int column, uint8_t* bytes) {
+    const float* factor = s.factor + column;
+    const q::Vector codes = words(x, S::load(factor), S::load(factor + kB));
+    const uint32_t* mask = s.mask + column;
+    q::store_low_bytes(bytes, S::iand(codes, q::low_words(q::load(mask), q::load(mask + kB))));
+  }
+};
+#endif
+
+template <class S, ScaleRule R>
 void make_rows(const Tile& t, const Values& x, const Scales* square) {
-  const int blocks = (t.cols + kB - 1) / kB;
   const bool bf16 = t.dtype == DType::bf16;
+  Whole whole = whole_of<R>(t.row_amax[0], bf16);
   for (int r = 0; r < t.rows; ++r) {
     Scales own;
     const Scales* s = square;
     if (square == nullptr) {
-      uint32_t bamax[kBlocks];
-      for (int b = 0; b < kBlocks; ++b) {
-        uint32_t most = 0;
-        for (int i = 0; i < kB; ++i) {
-          const uint32_t a = x[r][b * kB + i] & kMagnitude;
-          most = a > most ? a : most;
-        }
-        bamax[b] = most;
+      if (t.row_amax_stride != 0) whole = whole_of<R>(t.row_amax[r], bf16);
+      for (int b = 0; b < kBlocks; b += S::kLanes) {
+        make_scales<S, R>(block_maxima<S>(x[r] + b * kB), whole, bf16, b, own);
       }
-      make_scales<R>(bamax, t.row_amax + r * t.row_amax_stride, 0, bf16, kBlocks, own);
       s = &own;
     }
-    alignas(64) uint8_t codes[kCols], packed[kCols / 2];
-    for (int b = 0; b < kBlocks; ++b) {
-      encode_block<R>(x[r] + b * kB, s->factor[b], s->mask[b], codes + b * kB);
+    alignas(64) uint8_t packed[kCols / 2];
+    for (int b = 0; b < kBlocks; b += 2) {
+      Encoder<S, R>::rows(x[r] + b * kB, *s, b, packed + b * kB / 2);
     }
-    mx::pack_nibbles<kCols / 2>(codes, packed);
-    std::memcpy(t.row_codes + r * t.row_code_stride, packed, static_cast<size_t>(t.cols + 1) / 2);
+    put<kCols / 2>(packed, (t.cols + 1) / 2, t.row_codes + r * t.row_code_stride);
     if (square == nullptr || r == 0) {
-      std::memcpy(t.row_scales + r * t.row_scale_stride, s->code, static_cast<size_t>(blocks));
+      put_bytes<kBlocks>(s->code, (t.cols + kB - 1) / kB, t.row_scales + r * t.row_scale_stride);
     }
   }
 }
 
-template <ScaleRule R>
+// The same of columns that have an amax each.
+template <class S, ScaleRule R>
+void own_columns(const Tile& t, const Values& x, Scales& out) {
+  for (int c = 0; c < t.cols; ++c) {
+    uint32_t most = 0;
+    for (int r = 0; r < kRows; ++r) {
+      const uint32_t a = x[r][c] & kMagnitude;
+      most = a > most ? a : most;
+    }
+    Scales one;
+    const bool bf16 = t.dtype == DType::bf16;
+    const auto bamax = S::as_float(S::iset(static_cast<int32_t>(most)));
+    make_scales<S, R>(bamax, whole_of<R>(t.col_amax[c], bf16), bf16, 0, one);
+    out.code[c] = one.code[0], out.factor[c] = one.factor[0], out.mask[c] = one.mask[0];
+  }
+}
+
+template <class S, ScaleRule R>
 void make_columns(const Tile& t, const Values& x, const Scales* square) {
+  const bool bf16 = t.dtype == DType::bf16;
   Scales s;
   if (square == nullptr) {
-    uint32_t bamax[kCols] = {}, amax[kCols] = {};
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kCols; ++c) {
-        const uint32_t a = x[r][c] & kMagnitude;
-        bamax[c] = a > bamax[c] ? a : bamax[c];
-      }
+    const Whole all = whole_of<R>(t.col_amax[0], bf16);
+    for (int c = 0; c < kCols; c += S::kLanes) {
+      auto most = magnitude<S>(x[0] + c);
+      for (int r = 1; r < kRows; ++r) most = larger<S>(most, magnitude<S>(x[r] + c));
+      make_scales<S, R>(S::as_float(most), all, bf16, c, s);
     }
-    for (int c = 0; c < t.cols; ++c) amax[c] = t.col_amax[c * t.col_amax_stride];
-    make_scales<R>(bamax, amax, t.col_amax_stride, t.dtype == DType::bf16, kCols, s);
-    for (int c = 0; c < t.cols; ++c) t.col_scales[c * t.col_scale_stride] = s.code[c];
+    if (t.col_amax_stride != 0) own_columns<S, R>(t, x, s);
+    if (t.col_scale_stride == 1) {
+      put_bytes<kCols>(s.code, t.cols, t.col_scales);
+    } else {
+      put_apart(s.code, t.cols, t.col_scales, t.col_scale_stride);
+    }
   } else {
     for (int c = 0; c < kCols; ++c) {
       s.factor[c] = square->factor[c / kB];
       s.mask[c] = square->mask[c / kB];
     }
-    for (int b = 0; b * kB < t.cols; ++b) t.col_scales[b * t.col_scale_stride] = square->code[b];
+    put_apart(square->code, (t.cols + kB - 1) / kB, t.col_scales, t.col_scale_stride);
   }
   alignas(64) uint8_t codes[kRows][kCols];
-  for (int r = 0; r < kRows; ++r) encode_row<R>(x[r], s, codes[r]);
-  if (!t.transposed) {
-    for (int r = 0; r < t.rows; ++r) {
-      std::memcpy(t.col_codes + r * t.col_code_stride, codes[r], static_cast<size_t>(t.cols));
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kCols; c += 2 * kB) Encoder<S, R>::columns(x[r] + c, s, c, codes[r] + c);
+    if (!t.transposed && r < t.rows) {
+      put<kCols>(codes[r], t.cols, t.col_codes + r * t.col_code_stride);
     }
-    return;
   }
-  for (int c = 0; c < t.cols; ++c) {
+  for (int c = 0; t.transposed && c < t.cols; ++c) {
     uint8_t column[kRows], packed[kRows / 2];
     for (int r = 0; r < kRows; ++r) column[r] = codes[r][c];
     mx::pack_nibbles<kRows / 2>(column, packed);
-    std::memcpy(t.col_codes + c * t.col_code_stride, packed, static_cast<size_t>(t.rows + 1) / 2);
+    put<kRows / 2>(packed, (t.rows + 1) / 2, t.col_codes + c * t.col_code_stride);
   }
 }
 
-template <ScaleRule R>
+template <class S, ScaleRule R>
 void quantize_as(const Tile& t) {
   const InRoom<Values> room;
   Values& x = *room;
@@ -303,100 +432,80 @@ void quantize_as(const Tile& t) {
   }
   Scales square;
   if (t.square) {
-    uint32_t bamax[kBlocks] = {};
-    for (int r = 0; r < kRows; ++r) {
-      for (int b = 0; b < kBlocks; ++b) {
-        for (int i = 0; i < kB; ++i) {
-          const uint32_t a = x[r][b * kB + i] & kMagnitude;
-          bamax[b] = a > bamax[b] ? a : bamax[b];
-        }
+    const bool bf16 = t.dtype == DType::bf16;
+    const Whole whole = whole_of<R>(t.row_codes != nullptr ? t.row_amax[0] : t.col_amax[0], bf16);
+    for (int b = 0; b < kBlocks; b += S::kLanes) {
+      auto most = S::iset(0);
+      for (int r = 0; r < kRows; ++r) {
+        most = larger<S>(most, S::as_int(block_maxima<S>(x[r] + b * kB)));
       }
+      make_scales<S, R>(S::as_float(most), whole, bf16, b, square);
     }
-    const uint32_t* amax = t.row_codes != nullptr ? t.row_amax : t.col_amax;
-    make_scales<R>(bamax, amax, 0, t.dtype == DType::bf16, kBlocks, square);
   }
-  if (t.row_codes != nullptr) make_rows<R>(t, x, t.square ? &square : nullptr);
-  if (t.col_codes != nullptr) make_columns<R>(t, x, t.square ? &square : nullptr);
+  if (t.row_codes != nullptr) make_rows<S, R>(t, x, t.square ? &square : nullptr);
+  if (t.col_codes != nullptr) make_columns<S, R>(t, x, t.square ? &square : nullptr);
 }
 
+template <class S>
 void quantize(const Tile& tile, ScaleRule rule) {
-  if (rule == ScaleRule::te) return quantize_as<ScaleRule::te>(tile);
-  if (rule == ScaleRule::torchao) return quantize_as<ScaleRule::torchao>(tile);
-  if (rule == ScaleRule::modelopt) return quantize_as<ScaleRule::modelopt>(tile);
-  quantize_as<ScaleRule::compressed_tensors>(tile);
+  if (rule == ScaleRule::te) return quantize_as<S, ScaleRule::te>(tile);
+  if (rule == ScaleRule::torchao) return quantize_as<S, ScaleRule::torchao>(tile);
+  if (rule == ScaleRule::modelopt) return quantize_as<S, ScaleRule::modelopt>(tile);
+  quantize_as<S, ScaleRule::compressed_tensors>(tile);
 }
 
 // ------------------------------------------------------------------------------------- and back
-inline float e2m1_value(uint32_t code) {
-  const uint32_t a = code & 7;
-  const uint32_t normal = (a << 22) + (126u << 23);
-  const uint32_t small = a * 0x3F000000;  // 0 or 0.5
-  const uint32_t is_small = static_cast<uint32_t>((static_cast<int32_t>(a) - 2) >> 31);
-  return mx::as_float((normal ^ ((normal ^ small) & is_small)) | (code & 8) << 28);
-}
-// With a sign, and NaN.
-inline float scale_value(uint32_t byte) {
-  const uint32_t a = byte & 0x7F;
-  const uint32_t bits = a == 0x7F ? mx::kF32Nan : mx::as_bits(e4m3_value(a));
-  return mx::as_float(bits | (byte & 0x80) << 24);
-}
-
-template <DType D>
-inline void put(void* out, int64_t at, float value) {
-  const uint32_t bits = mx::as_bits(value);
-  if constexpr (D == DType::f32) {
-    static_cast<uint32_t*>(out)[at] = bits;
-  } else if constexpr (D == DType::bf16) {
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    const bool nan = (bits & kMagnitude) > mx::kF32Inf;
-    static_cast<uint16_t*>(out)[at] =
-        static_cast<uint16_t>(nan ? (bits >> 16 & 0x8000) | 0x7FC0 : rounded);
-  } else {
-    static_cast<uint16_t*>(out)[at] = mx::f32_to_f16(bits);
-  }
-}
-
-template <DType D>
+template <class S, DType D>
 void decode_as(const Run& run) {
-  for (int64_t i = 0; i < run.n; i += kB) {
-    const int n = static_cast<int>(run.n - i < kB ? run.n - i : kB);
-    uint8_t codes[kB] = {};
-    float scale[kB], whole[kB] = {};
+  using Out = std::conditional_t<D == DType::f32, float, uint16_t>;
+  alignas(64) uint8_t codes[kCols], scales[kCols];
+  alignas(64) float whole[kCols];
+  alignas(64) Out last[kCols];
+  for (int c = 0; c < kCols; ++c) whole[c] = run.whole[0];
+  for (int64_t at = 0; at < run.n; at += kCols) {
+    const int n = static_cast<int>(run.n - at < kCols ? run.n - at : kCols);
+    if (n < kCols) std::memset(codes, 0, sizeof codes), std::memset(scales, 0, sizeof scales);
     if (run.packs) {
-      uint8_t packed[kB / 2] = {};
-      std::memcpy(packed, run.codes + i / 2, static_cast<size_t>(n + 1) / 2);
-      mx::unpack_nibbles<kB / 2>(packed, codes);
+      uint8_t packed[kCols / 2] = {};
+      const uint8_t* from = run.codes + at / 2;
+      if (n < kCols) put<kCols>(from, (n + 1) / 2, packed), from = packed;
+      mx::unpack_nibbles<kCols / 2>(from, codes);
     } else {
-      std::memcpy(codes, run.codes + i, static_cast<size_t>(n));
+      put<kCols>(run.codes + at, n, codes);
     }
-    if (run.scale_span == kB) {
-      const float one = scale_value(run.scales[i / kB]);
-      for (int j = 0; j < kB; ++j) scale[j] = one;
-    } else {
-      for (int j = 0; j < kB; ++j) scale[j] = j < n ? scale_value(run.scales[i + j]) : 0.0f;
+    if (run.scale_span == 1) put<kCols>(run.scales + at, n, scales);
+    for (int b = 0; run.scale_span == kB && b * kB < n; ++b) {
+      std::memset(scales + b * kB, run.scales[at / kB + b], kB);
     }
-    if (run.whole_stride == 0) {
-      for (int j = 0; j < kB; ++j) whole[j] = run.whole[0];
-    } else {
-      std::memcpy(whole, run.whole + i, static_cast<size_t>(n) * 4);
+    if (run.whole_stride != 0) std::memcpy(whole, run.whole + at, static_cast<size_t>(n) * 4);
+    Out* out = n < kCols ? last : static_cast<Out*>(run.out) + at;
+    for (int c = 0; c < kCols; c += S::kLanes) {
+      const auto code = mxtile::simd::decode<S, mx::E2M1>(S::load_u8(codes + c));
+      const auto scale = mxtile::simd::decode<S, mx::E4M3>(S::load_u8(scales + c));
+      const auto value = S::mul(S::mul(code, scale), S::load(whole + c));
+      if constexpr (D == DType::f32) {
+        S::store(out + c, value);
+      } else if constexpr (D == DType::bf16) {
+        S::store_u16(out + c, mxtile::simd::bf16_bits<S>(value));
+      } else {
+        S::store_f16(out + c, value);
+      }
     }
-    float values[kB];
-    for (int j = 0; j < kB; ++j) values[j] = e2m1_value(codes[j]) * scale[j] * whole[j];
-    if (n == kB) {
-      for (int j = 0; j < kB; ++j) put<D>(run.out, i + j, values[j]);
-    } else {
-      for (int j = 0; j < n; ++j) put<D>(run.out, i + j, values[j]);
+    if (n < kCols) {
+      std::memcpy(static_cast<Out*>(run.out) + at, last, static_cast<size_t>(n) * sizeof(Out));
     }
   }
 }
 
+template <class S>
 void decode(const Run& run) {
-  if (run.dtype == DType::f32) return decode_as<DType::f32>(run);
-  if (run.dtype == DType::bf16) return decode_as<DType::bf16>(run);
-  decode_as<DType::f16>(run);
+  if (run.dtype == DType::f32) return decode_as<S, DType::f32>(run);
+  if (run.dtype == DType::bf16) return decode_as<S, DType::bf16>(run);
+  decode_as<S, DType::f16>(run);
 }
 
-constexpr Level kLevel{raise, quantize, decode};
+template <class S>
+constexpr Level kLevel{raise, quantize<S>, decode<S>};
 
 }  // namespace
 }  // namespace te_mx::cpu::nvfp4

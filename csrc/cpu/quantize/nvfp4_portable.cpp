@@ -1,9 +1,10 @@
 // NVFP4 on any CPU.
+#include "mxtile/simd/portable.hpp"
 #include "quantize/nvfp4_loops.hpp"
 
 namespace te_mx::cpu::nvfp4 {
 
-const Level& portable_level() { return kLevel; }
+const Level& portable_level() { return kLevel<mxtile::simd::Portable>; }
 
 float tensor_scale(uint32_t amax, ScaleRule rule, DType dtype) {
   const bool bf16 = dtype == DType::bf16;

@@ -12,8 +12,8 @@ struct OperandOut {
   uint8_t* codes = nullptr;
   void* scales = nullptr;
   Layout layout = Layout::k_last;
-  int32_t hadamard = 0;  // 0: none
-  int64_t signs = 0;     // 32 bits
+  int32_t hadamard = 0;           // 0: none
+  int64_t signs = 0;              // 32 bits
   float* tensor_scale = nullptr;  // of NVFP4: [1], or one a row
   TensorScale tensor_scales = TensorScale::all;
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
-from te_mx.backends.native import BLOCKWISE, COLUMNWISE, MX, unknown
+from te_mx.backends.native import BLOCKWISE, COLUMNWISE, MX, NVFP4, unknown
 from te_mx.dispatch.problem import Problem
 
 LAYOUTS = ("rows", "cols")
@@ -15,15 +15,17 @@ def why_not(
     blockwise: bool = False,
     columnwise: bool = False,
     random: bool = False,
+    nvfp4: bool = False,
 ) -> str | None:
     """Why no kernel of this backend runs the problem; None when one may. `more`: layouts that a
     kernel takes beside plain ones; blockwise, columnwise: whether it takes fp32 scales, and those
-    of blocks of 128 x 1; random: whether it rounds stochastically and transforms."""
+    of blocks of 128 x 1; random: whether it rounds stochastically and transforms; nvfp4: whether it
+    takes a tensor scale."""
     if problem.place.device != "cpu":
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
         return "needs the native module"
-    formats = MX + BLOCKWISE * blockwise + COLUMNWISE * columnwise
+    formats = MX + BLOCKWISE * blockwise + COLUMNWISE * columnwise + NVFP4 * nvfp4
     return unknown(problem, (*LAYOUTS, *more), formats, random)
 
 

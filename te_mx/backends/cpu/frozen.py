@@ -13,7 +13,7 @@ from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.cpu.gemm import Panel, Products
-from te_mx.backends.native import FORMATS, fields_to
+from te_mx.backends.native import FORMATS, fields_to, set_tensor_scale
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
 from te_mx.dispatch.registry import pick, register
@@ -63,6 +63,7 @@ class FewRows:
             rhs_codes=weight.codes.data_ptr(), rhs_scales=weight.scales.data_ptr(),
             out=y.data_ptr(), threads=threads,
         )  # fmt: skip
+        set_tensor_scale(args, "rhs_", weight)
         if weight.packed is not None:  # 0 for a form of another kernel's
             form = gemm.kernel, binding.ROLES["a"], weight.rows, weight.k
             args.rhs_packed = binding.packed_at(weight.packed, form)
@@ -108,13 +109,13 @@ class OneCopy(FrozenKernel):
 
 
 class Frozen(OneCopy):
-    """Inputs in MXFP8, weights in MXFP8 or MXFP4, as they lie."""
+    """Inputs in MXFP8, weights in MXFP8, MXFP4 or NVFP4, as they lie."""
 
     name, planner = "cpu_frozen", FewRows
     multiplies, invariant = False, True
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem)
+        reason = why_not(problem, nvfp4=True)
         if reason is None and not problem.lhs:
             reason = "takes inputs that are quantized"
         if reason is None and spec_of(problem.lhs).format.name not in FORMATS:

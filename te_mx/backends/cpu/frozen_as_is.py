@@ -11,13 +11,16 @@ from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.frozen import OneCopy
 from te_mx.backends.cpu.gemm import PANELS, run
-from te_mx.backends.native import fields_of
+from te_mx.backends.cpu.grouped import GroupedGemmCall, run_call
+from te_mx.backends.native import fields_of, set_tensor_scale
 from te_mx.dispatch.calls import Epilogue
+from te_mx.dispatch.groups import host_bounds
+from te_mx.dispatch.kernels import Plan
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import FROZEN_ROWS, STREAM_ROWS, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import ROWS, spec_of
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime.cpu_memory import CPU
 
 # Beyond, decoding once for all rows and torch's product are faster.
@@ -61,27 +64,51 @@ class AsTheyAre:
             rhs_codes=weight.codes.data_ptr(), rhs_scales=weight.scales.data_ptr(),
             out_dtype=FLOAT_DTYPES[out_dtype], threads=torch.get_num_threads(),
         )  # fmt: skip
+        set_tensor_scale(args, "rhs_", weight)
         _alive = set_epilogue(args, Epilogue(bias_N), None)
         ran = run(self.native, args)
         return None if ran is None else (y_MN.view(*x.shape[:-1], n), ran)
 
 
-class AsIs(OneCopy):
-    """Weights in MXFP8, MXFP4 and blockwise FP8 as they lie, inputs that are not quantized."""
+def grouped(p: Problem) -> Plan:
+    """Products of the rows of groups: one native call, one parallel region."""
+    name = stream_for(p.dtype)
 
-    name, planner = "cpu_as_is", AsTheyAre
+    def run(call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, weights, bias_GN, out_dtype, offs, *more = call
+        if any(one is not None for one in more) or not isinstance(weights, Stack) or offs is None:
+            return None
+        x_RK = x.reshape(-1, p.k)
+        if x_RK.stride(1) != 1:
+            x_RK = x_RK.contiguous()
+        y_RN = torch.empty((len(x_RK), p.n), dtype=out_dtype, device=CPU)
+        bounds = host_bounds(offs, 0, len(x_RK))
+        made = GroupedGemmCall((name, name), x_RK, weights, bounds, y_RN, bias_GN)
+        ran = run_call(made)
+        return None if ran is None else (y_RN.view(*x.shape[:-1], p.n), ran or name)
+
+    return run
+
+
+class AsIs(OneCopy):
+    """Weights in every format that the GEMM takes, as they lie; inputs that are not quantized."""
+
+    name = "cpu_as_is"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True) or why_not_empty(problem)
+        reason = why_not(problem, blockwise=True, nvfp4=True) or why_not_empty(problem)
         if reason is None and problem.lhs:
             reason = "takes inputs as they are"
-        if reason is None and problem.groups:
-            reason = "takes one weight"
         if reason is None:
             reason = why_not_dtype(problem)
+        if problem.groups:  # which read their weights again for so many rows
+            return reason
         if reason is None and problem.m > (most := MOST_ROWS[stream_for(problem.dtype)]):
             reason = f"takes at most {most} rows"
         return reason
+
+    def make_plan(self, problem: Problem) -> Plan:
+        return grouped(problem) if problem.groups else AsTheyAre(problem)
 
     def sums(self, problem: Problem) -> str:
         return stream_for(problem.dtype)  # a row's, whatever rows are beside it

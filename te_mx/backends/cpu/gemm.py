@@ -11,7 +11,7 @@ from torch import Tensor
 from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, pointer, set_epilogue
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_level
-from te_mx.backends.native import MX, fields_of, words_of
+from te_mx.backends.native import MX, NVFP4, fields_of, set_tensor_scale, words_of
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import INVARIANT, STREAM_ROWS, Problem
@@ -67,6 +67,8 @@ class Products:
             rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), out=out.data_ptr(),
             accumulate=epilogue.accumulate, threads=torch.get_num_threads(),
         )  # fmt: skip
+        set_tensor_scale(args, "lhs_", lhs)
+        set_tensor_scale(args, "rhs_", rhs)
         if lhs.packed is not None:
             args.lhs_packed = binding.packed_at(lhs.packed, self.lhs)
         if rhs.packed is not None:
@@ -89,13 +91,14 @@ class Panel(Kernel):
         self.name, self.level, self.rank = name, level, rank
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
+        reason = why_not(problem, blockwise=True, nvfp4=True)
+        return reason or why_not_level(self.name, self.level, problem)
 
     def sums(self, problem: Problem) -> str:
         # Of fp32 scales the order depends on those of all rows; rows of too wide a range take those
         # of their block along (docs/numerics.md).
-        mx = all(spec_of(one).format.untransformed.name in MX for one in (problem.lhs, problem.rhs))
-        return self.name if mx else super().sums(problem)
+        names = [spec_of(one).format.untransformed.name for one in (problem.lhs, problem.rhs)]
+        return self.name if all(one in MX + NVFP4 for one in names) else super().sums(problem)
 
     def note(self, problem: Problem) -> str:
         return (

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
+from te_mx.backends.base import (
+    BLOCK_ROWS,
+    FLOAT_DTYPES,
+    pointer,
+    typed_address,
+)
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import HEADER_BYTES, KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.cpu.quantize import set_outputs
+from te_mx.backends.cpu.quantize import set_outputs, why_not_random
 from te_mx.backends.native import (
     fields_to,
     one_read,
@@ -100,24 +105,29 @@ def _packed_for(packed: Tensor | None, kernel: int, stack: Stack) -> tuple[int, 
 class GroupedGemmCall:
     """One native grouped GEMM. It keeps the tensors alive whose addresses it holds.
 
-    kernels: the names for groups of many and of few rows of lhs. rhs: the weights of all groups,
-    or, of products along k, an operand.
+    kernels: the names for groups of many and of few rows of lhs. lhs: an operand, or values, for
+    streams. rhs: the weights of all groups, or, of products along k, an operand.
     """
 
     __slots__ = ("args", "keep")
 
     def __init__(
-        self, kernels: tuple[str, str], lhs: Operand, rhs: Stack | Operand, bounds: Bounds,
+        self, kernels: tuple[str, str], lhs: Operand | Tensor, rhs: Stack | Operand, bounds: Bounds,
         out: Tensor, bias: Tensor | None = None, accumulate: bool = False, precision: str = "",
     ) -> None:  # fmt: skip
         many, few = (KERNEL_IDS[name] for name in kernels)
         native = binding.native()
         args = native.GroupedGemmArgs(
-            lhs=record_of(native, lhs), rhs=record_of(native, rhs), ldo=out.shape[-1],
-            along_k=isinstance(rhs, Operand), accumulate=accumulate, kernel=many,
-            few_rows_kernel=few, threads=torch.get_num_threads(),
-            invariant=precision == INVARIANT,
+            rhs=record_of(native, rhs), ldo=out.shape[-1], along_k=isinstance(rhs, Operand),
+            accumulate=accumulate, kernel=many, few_rows_kernel=few,
+            threads=torch.get_num_threads(), invariant=precision == INVARIANT,
         )  # fmt: skip
+        if isinstance(lhs, Tensor):
+            args.lhs_rows, args.lhs_k = lhs.shape
+            args.values_data, args.values_dtype = typed_address(lhs)
+            args.values_row_stride = lhs.stride(0)
+        else:
+            args.lhs = record_of(native, lhs)
         if isinstance(rhs, Stack):
             args.rhs_packed, args.packed_stride = _packed_for(rhs.packed, many, rhs)
         if bias is not None:
@@ -148,7 +158,7 @@ def names_of(ran: int) -> str:
 
 # ------------------------------------------------------------------------------------------ kernels
 def _why_not(problem: Problem, random: bool = False) -> str | None:
-    reason = why_not(problem, "grouped_cols", blockwise=True, random=random)
+    reason = why_not(problem, "grouped_cols", blockwise=True, random=random, nvfp4=True)
     reason = reason or why_not_empty(problem)
     if reason is None and problem.ends == "device":
         reason = "needs ends of groups on the CPU"
@@ -159,7 +169,8 @@ class CpuQuantizeGroups(Kernel):
     op, name = "quantize_grouped", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        return _why_not(problem, random=True) or one_read(problem.lhs, problem.rhs)
+        reason = _why_not(problem, random=True) or why_not_random(problem)
+        return reason or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized | None:
         return quantize(what, host_bounds(*what.groups, len(what.x)))
@@ -169,7 +180,8 @@ class CpuQuantizeWeights(Kernel):
     op, name = "quantize_weights", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        return _why_not(problem) or one_read_of_weights(problem.lhs, problem.rhs)
+        reason = _why_not(problem) or why_not_random(problem)
+        return reason or one_read_of_weights(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeWeights) -> StackedParts | None:
         weights, row_spec, col_spec, rule = what
@@ -182,7 +194,9 @@ class CpuQuantizeWeights(Kernel):
                 made[side] = Stack(
                     cpu_memory.empty((groups, *codes), torch.uint8),
                     torch.empty((groups, *scales), dtype=fmt.scaling.storage, device=CPU),
-                    spec, groups, height, k,
+                    spec, groups, height, k, None,
+                    torch.empty((groups, *fmt.tensor_scale_shape(height)), device=CPU)
+                    if fmt.tensor_scaled else None,
                 )  # fmt: skip
         plan = native.QuantizeArgs(**fields_to(row_spec, col_spec, rule))
         problems, sources = [], [_strided(weight) for weight in weights]
@@ -191,6 +205,8 @@ class CpuQuantizeWeights(Kernel):
             for side, stack in made.items():
                 setattr(args, f"{side}_codes", stack.codes[i].data_ptr())
                 setattr(args, f"{side}_scales", stack.scales[i].data_ptr())
+                if stack.tensor_scale is not None:
+                    setattr(args, f"{side}_tensor_scale", stack.tensor_scale[i].data_ptr())
             problems.append(args)
         status = native.quantize_many(problems, torch.get_num_threads())
         return (made.get("row"), made.get("col")) if supported(status) else None

@@ -18,6 +18,7 @@ from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
+from te_mx.layouts import spec_of
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
 
@@ -46,7 +47,10 @@ class CpuMoeGemm(Kernel):
     op, name, invariant = "moe_gemm", "cpu", True
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem, blockwise=True) or why_not_empty(problem)
+        reason = why_not(problem, blockwise=True, nvfp4=True) or why_not_empty(problem)
+        if reason is None and spec_of(problem.lhs).format.name == "nvfp4_rows":
+            reason = "gathers tokens that share a tensor scale"
+        return reason
 
     def note(self, problem: Problem) -> str:
         few = self._few_and_many(problem.precision)[1]

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import UPRIGHT, pointer, why_not_dtype
+from te_mx.backends.base import TENSOR_SCALES, UPRIGHT, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
-from te_mx.backends.native import fields_of, fields_to, words_of
+from te_mx.backends.native import fields_of, fields_to, set_tensor_scale, words_of
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel, Plan
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime import cpu_memory
@@ -58,10 +59,25 @@ def empty_operand(spec: str, rows: int, k: int, groups: int | None = None) -> Op
         codes, scales = layout.shapes(fmt, rows, k)
     else:
         codes, scales = layout.grouped_shapes(fmt, rows, k, groups)
+    whole = None
+    if fmt.tensor_scaled:
+        shape = fmt.tensor_scale_shape(rows)
+        if groups is None:
+            whole = torch.empty(shape, dtype=torch.float32, device=CPU)
+        else:  # a group without rows has 1
+            whole = torch.ones(shape or groups, dtype=torch.float32, device=CPU)
     return Operand(
         cpu_memory.empty(codes, _U8),
-        torch.empty(scales, dtype=fmt.scaling.storage, device=CPU), spec, rows, k,
+        torch.empty(scales, dtype=fmt.scaling.storage, device=CPU), spec, rows, k, None, whole,
     )  # fmt: skip
+
+
+def _set_tensor_scale(args: Any, side: str, made: Operand) -> None:
+    whole = made.tensor_scale
+    if whole is not None:
+        setattr(args, f"{side}_tensor_scale", whole.data_ptr())
+        if whole.dim() == 1:
+            setattr(args, f"{side}_tensor_scales", TENSOR_SCALES["groups"])
 
 
 def set_outputs(
@@ -74,9 +90,11 @@ def set_outputs(
     if row:
         made_row = empty_operand(row, rows, cols, groups)
         args.row_codes, args.row_scales = made_row[0].data_ptr(), made_row[1].data_ptr()
+        _set_tensor_scale(args, "row", made_row)
     if col:
         made_col = empty_operand(col, cols, rows, groups)
         args.col_codes, args.col_scales = made_col[0].data_ptr(), made_col[1].data_ptr()
+        _set_tensor_scale(args, "col", made_col)
     if col_sum:
         each, many = binding.native().COL_SUM_ROWS, () if groups is None else (groups,)
         sums = torch.empty((*many, cols), dtype=torch.float32, device=CPU)
@@ -121,12 +139,24 @@ class Quantizer:
         return made
 
 
+def why_not_random(problem: Problem) -> str | None:
+    """Why a problem is left to plain torch that rounds NVFP4 stochastically or transforms it."""
+    fmt = spec_of(problem.lhs or problem.rhs).format if problem.lhs or problem.rhs else None
+    if fmt is None or not fmt.tensor_scaled:
+        return None
+    if fmt.transform is not None or is_stochastic(problem.rule):
+        return "rounds NVFP4 to nearest even, and does not transform it"
+    if problem.rule == "compressed_tensors" and problem.dtype == torch.float16:
+        return "does not take float16 for compressed_tensors"
+    return None
+
+
 class CpuQuantize(Kernel):
     op, name = "quantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True, columnwise=True, random=True)
-        reason = reason or takes(problem.lhs, problem.rhs)
+        reason = why_not(problem, blockwise=True, columnwise=True, random=True, nvfp4=True)
+        reason = reason or why_not_random(problem) or takes(problem.lhs, problem.rhs)
         return reason or why_not_empty(problem) or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Plan:
@@ -148,7 +178,8 @@ class CpuDequantize(Kernel):
     op, name = "dequantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True, columnwise=True) or why_not_empty(problem)
+        reason = why_not(problem, blockwise=True, columnwise=True, nvfp4=True)
+        reason = reason or why_not_empty(problem)
         return reason or why_not_dtype(problem, "gives")  # fp64 is for tests: torch does it
 
     def run(
@@ -165,6 +196,7 @@ class CpuDequantize(Kernel):
             codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k, out=out.data_ptr(),
             out_dtype=DTYPES[dtype], threads=torch.get_num_threads(), **fields_of(operand.spec),
         )  # fmt: skip
+        set_tensor_scale(args, "", operand)
         if not binding.supported(native.dequantize(args)):
             return None
         return out.t() if k_first else out

@@ -14,7 +14,7 @@ from te_mx.backends.cpu.frozen_as_is import MOST_ROWS, stream_for
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDED = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24}  # half an ulp
 ROWS = (1, 2, 3, 4, 5, 9, 15, 16, 17, 20, 31, 32, 33, 37, 48, 63, 64, 65)
-FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp8_e4m3_128x128", "fp8_e4m3_1x128")
+FORMATS = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp8_e4m3_128x128", "fp8_e4m3_1x128", "nvfp4"
 
 
 def layer(fmt, dtype, k=130, n=21, spoil=lambda codes, scales: None):

@@ -196,8 +196,8 @@ struct Avx512Decoder {
     return _mm512_permutexvar_epi16(_mm512_or_si512(wide, _mm512_slli_epi32(wide, 12)), table);
   }
 
-  // 32 codes of 4 bits, two a byte, in order, of two blocks of 16 whose E4M3 scales these are: lanes
-  // of either block look up its products.
+  // 32 codes of 4 bits, two a byte, in order, of two blocks of 16 whose E4M3 scales these are:
+  // lanes of either block look up its products.
   MXTILE_STATIC __m512i scaled_block(const uint8_t* packed, const uint8_t* scales) {
     const __m512i wide = _mm512_cvtepu8_epi32(load16(packed));
     const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));

@@ -126,8 +126,9 @@ constexpr ScaledWords make_scaled_words() {
     for (int code = 0; code < 16; ++code) {
       const uint32_t scale = mx::decode<mx::E4M3>(static_cast<uint8_t>(byte & 0x7F), 127);
       const uint32_t value = mx::decode<mx::E2M1>(static_cast<uint8_t>(code & 7), 127);
-      const float product =
-          (byte & 0x7F) == 0x7F ? 0 : __builtin_bit_cast(float, scale) * __builtin_bit_cast(float, value);
+      const float product = (byte & 0x7F) == 0x7F ? 0
+                                                  : __builtin_bit_cast(float, scale) *
+                                                        __builtin_bit_cast(float, value);
       const uint32_t sign = ((byte >> 7) ^ (code >> 3)) != 0 ? 0x8000 : 0;
       const uint32_t word = __builtin_bit_cast(uint32_t, product) >> 16;
       t.word[byte][code] = static_cast<uint16_t>((byte & 0x7F) == 0x7F ? kQuietNan : word | sign);
