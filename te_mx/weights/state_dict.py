@@ -63,6 +63,13 @@ def adapt(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> N
     """Give such entries of a module te_mx's names and shapes, in place; what does not fit is
     appended to the messages."""
     keys = tuple(prefix + key for key in module._weight_keys)
+    for name in keys:
+        if hasattr(given := state_dict.get(name), "per_tensor_scale"):  # torchao's NVFP4Tensor
+            try:
+                parts = nvfp4_checkpoints.from_torchao(given)
+                state_dict[name], state_dict[f"{name}_scale"], state_dict[name + WHOLE] = parts
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{name}: {error}")
     for given in [name for name in state_dict if name.startswith(keys)]:
         for end, (scale_end, read) in _ENDS.items():
             name = given.removesuffix(end)

@@ -192,3 +192,27 @@ def test_gate_and_up_with_scales_of_their_own(tmp_path, caplog):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         AUTO.from_pretrained(tmp_path)
     assert "parts of expert 1, gate and up, have tensor scales" in str(caught.value) + caplog.text
+
+
+def test_layers_that_others_multiply_as_one_share_a_tensor_scale():
+    model = frozen("Llama", "nvfp4", activations="bf16")
+    layer = model.model.layers[0]
+    for group in (
+        [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        [layer.mlp.gate_proj, layer.mlp.up_proj],
+    ):
+        assert len({float(one.state_dict()["weight_scale_2"]) for one in group}) == 1
+    for fmt in ("nvfp4", "nvfp4_16x16"):  # rows as of one matrix
+        pair = torch.nn.ModuleDict({name: te_mx.Linear(64, 48) for name in ("w1", "w3")})
+        both = torch.cat([one.weight.detach() for one in pair.values()])
+        te_mx.freeze_weights(pair, drop_master=True, fmt=fmt, activations="bf16")
+        made = torch.cat([one._source.values(one, "weight") for one in pair.values()])
+        assert torch.equal(made, te_mx.quantize(both, fmt).dequantize(torch.float32))
+    apart = torch.nn.ModuleDict({name: te_mx.Linear(64, 48) for name in ("w1", "w3")})
+    for one in apart:
+        how = {"fmt": "nvfp4", "activations": "bf16"}
+        te_mx.freeze_weights(
+            apart, drop_master=True, filter_fn=lambda _, n, one=one: n == one, **how
+        )
+    with pytest.raises(ValueError, match=r"^w1, w3: readers of 'modelopt' multiply them as one"):
+        te_mx.quantization_config(apart, "modelopt")
