@@ -17,7 +17,8 @@ quant_method          what te_mx takes; the rest goes to Transformers as before
                       scales that are powers of two as well
 "compressed-tensors"  ``format`` "mxfp8-quantized", "mxfp6-pack-quantized",
                       "mxfp4-pack-quantized" and "nvfp4-pack-quantized", one group
-"modelopt"            ``quant_algo`` "MXFP8", "NVFP4", "W4A16_NVFP4", and "MIXED_PRECISION" of these
+"modelopt"            ``quant_algo`` "MXFP8", "FP8", "NVFP4", "W4A16_NVFP4", and
+                      "MIXED_PRECISION" of these
 "quark"               MXFP8, MXFP6 and MXFP4: ``scale_format`` "e8m0" in groups of 32
 "mxfp4"               all: experts in gpt-oss' layout
 ====================  ============================================================================
@@ -121,7 +122,7 @@ class TeMxQuantizer(HfQuantizer):
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
         refuse_casts(files, self.plan)
-        for end in self.plan.ends[2:]:
+        for end in self.plan.ends[1 if self.plan.of_tensor else 2 :]:
             self.number = next(_shapes_in(files, end), self.number)
         self._refuse_protected(model, files)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
@@ -187,6 +188,8 @@ class TeMxQuantizer(HfQuantizer):
             steps: dict[str, tuple[list[Any], list[Any]]] = {code_end: ([], [])}
             # float8_e4m3fn scales, of NVFP4, are merged as they are.
             steps[scale_end] = ([] if number_end else [Scales(self.plan.has_bytes)], [])
+            if self.plan.of_tensor:
+                steps[scale_end] = [Numbers(self.number)], []
             steps |= {
                 end: ([Numbers(self.number)], [OneAMatrix(len(sources))]) for end in number_end
             }
@@ -205,7 +208,9 @@ class TeMxQuantizer(HfQuantizer):
         for name, module, masters in self._masters:
             take(name, module, masters, self.plan.of(name))
         plans = {module: self.plan.of(name) for name, module, _ in self._masters}
-        claim(model, [(module, plan.ends) for module, plan in plans.items()], self._fields)
+        # A scale a tensor comes with the codes.
+        ends = {m: ("", None) if plan.of_tensor else plan.ends for m, plan in plans.items()}
+        claim(model, ends.items(), self._fields)
         self._masters.clear()
         self._model = None
         if alone := {module for module, plan in plans.items() if plan.weight_only}:

@@ -35,7 +35,7 @@ class Freezable(Sourced):
     _bound: Settings | Mixed | None = None  # what runs outside of regions, given by convert_model
     _bound_plain: bool = False  # the recipe that was bound leaves this module in high precision
     # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
-    _saved_as: tuple[str, ...] | None = None
+    _saved_as: tuple[str | None, ...] | None = None
     _saved_with: Mapping[str, Tensor] = MappingProxyType({})  # what came with codes, by name
     _claim: dict[str, Any] | None = (
         None  # the quantization_config that says so (weights/missing.py)
