@@ -123,7 +123,7 @@ class TeMxQuantizer(HfQuantizer):
         files = kwargs.get("checkpoint_files") or ()
         refuse_casts(files, self.plan)
         for end in self.plan.ends[1 if self.plan.of_tensor else 2 :]:
-            self.number = next(_shapes_in(files, end), self.number)
+            self.number = next(_shapes_in(files, f"weight{end}"), self.number)
         self._refuse_protected(model, files)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
