@@ -23,8 +23,8 @@ quant_method          what te_mx takes; the rest goes to Transformers as before
 "mxfp4"               all: experts in gpt-oss' layout
 ====================  ============================================================================
 
-Layers of NVFP4 leave inputs as they are, in bf16, whatever the checkpoint says of them: that is
-exact, and what H100s run; te_mx.freeze_weights(model, drop_master=True, activations="nvfp4")
+Layers of NVFP4 leave inputs as they are, whatever the checkpoint says of them, which loses less: a
+ConversionWarning says so once. te_mx.freeze_weights(model, drop_master=True, activations="nvfp4")
 quantizes them. A scale of inputs is kept for save_pretrained.
 
 What goes to Transformers is said once, with the reason, by a ConversionWarning.
@@ -49,6 +49,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from te_mx import formats
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.conversion.layers import protected_in
@@ -213,6 +214,12 @@ class TeMxQuantizer(HfQuantizer):
         claim(model, ends.items(), self._fields)
         self._masters.clear()
         self._model = None
+        if any(formats.get(plan.fmt).tensor_scaled and plan.inputs for plan in plans.values()):
+            _say_once(
+                "this checkpoint has inputs quantized to NVFP4; te_mx leaves them as they are, "
+                "which loses less. te_mx.freeze_weights(model, drop_master=True, "
+                "activations='nvfp4') quantizes them, in plain torch"
+            )
         if alone := {module for module, plan in plans.items() if plan.weight_only}:
             how: dict[str, Any] = {"activations": "bf16", "filter_fn": lambda m, _: m in alone}
             freeze_weights(model, drop_master=True, **how)
@@ -297,6 +304,12 @@ def unregister() -> None:
     _said.clear()
 
 
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        warnings.warn(line, ConversionWarning, stacklevel=4)
+
+
 def _config_class(method: str, before: Any) -> Any:
     """What stands in the registry of configs: ours where te_mx takes it, or Transformers' own."""
 
@@ -311,13 +324,10 @@ def _config_class(method: str, before: Any) -> Any:
                     f"te_mx reads no {method} checkpoint with such a quantization_config ({found}),"
                     f" and Transformers has no {method}: {fields}"
                 )
-            line = (
+            _say_once(
                 f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: "
                 f"{found}"
             )
-            if line not in _said:
-                _said.add(line)
-                warnings.warn(line, ConversionWarning, stacklevel=3)
             return before.from_dict(fields, **kwargs)
 
     return Chosen
