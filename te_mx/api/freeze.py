@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from te_mx import formats
 from te_mx.context.region import current_recipe
 from te_mx.dispatch.problem import INVARIANT
 from te_mx.nn.base import MXModule
+from te_mx.nn.linear import Linear
 from te_mx.recipe import Settings, resolve_recipe
 from te_mx.recipes.settings import Mixed
 from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.weights.formats import WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.weights.missing import take_back
 from te_mx.weights.weight_readers import reads_now, weights_read
+
+_M = TypeVar("_M")
 
 
 def _modules(model: nn.Module) -> list[tuple[str, MXModule]]:
@@ -82,7 +87,9 @@ def freeze_weights(
             scales of 6-bit codes are named after their element, ``<name>_scale_e2m3``; fp32 scales
             are ``<name>_scale_inv`` float32. NVFP4 ("nvfp4", 0.57 bytes) has a tensor scale
             beside them, ``<name>_scale_2`` float32 [], and float8_e4m3fn scales [out,
-            ceil(in/16)]. Such a state_dict loads into a new module. Such a
+            ceil(in/16)]; layers that serving engines multiply as one (q_proj, k_proj and v_proj,
+            gate_proj and up_proj, ..) have a common one. Such a state_dict loads into a new
+            module. Such a
             module runs quantized outside autocast too. Gradients reach its input, biases and
             normalization: dgrad starts from these codes, as under one_copy_weights, of codes with
             fewer than 8 bits by way of MXFP8, and of NVFP4 from their values.
@@ -150,11 +157,11 @@ def freeze_weights(
                 "frozen with one; pass recipe=, or leave it out by filter_fn"
             )
         how.append((module, *_formats(name, module, settings, (fmt, activations), drop_master)))
-    done = []
+    done, amax = [], _common_amax(how, modules) if drop_master else {}
     try:
         for module, made, fixed in how:
             new = not module._source.standing
-            module.freeze(made, drop_master, fixed)
+            module.freeze(made, drop_master, fixed, amax.get(id(module)))
             if new:
                 done.append(module)
     except BaseException:
@@ -163,6 +170,46 @@ def freeze_weights(
                 module.unfreeze()
         raise
     return sum(bool(module._source.standing) for _, module in modules)
+
+
+# What serving engines multiply as one matrix; so writers of NVFP4 give it one tensor scale.
+_ONE_ELSEWHERE = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)  # fmt: skip
+
+
+def one_elsewhere(modules: Iterable[tuple[str, _M]]) -> list[list[tuple[str, _M]]]:
+    """Those of these layers that are one in vLLM and SGLang, by their names: q, k and v; gate and
+    up."""
+    found: dict[tuple[str, tuple[str, ...]], list[tuple[str, _M]]] = {}
+    for name, module in modules:
+        above, _, last = name.rpartition(".")
+        for names in _ONE_ELSEWHERE:
+            if last in names:
+                found.setdefault((above, names), []).append((name, module))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _common_amax(
+    how: list[tuple[MXModule, Settings, Fixed]], modules: list[tuple[str, MXModule]]
+) -> dict[int, Tensor]:
+    """The largest magnitude of layers that share a tensor scale, by the number of each."""
+    scaled = {
+        id(module) for module, made, _ in how
+        if formats.get(made.w).tensor_scaled and module._source.saved is None
+        and isinstance(module, Linear)
+    }  # fmt: skip
+    found: dict[int, Tensor] = {}
+    for group in one_elsewhere([one for one in modules if id(one[1]) in scaled]):
+        weights = [module._whole("weight").detach() for _, module in group]
+        amax = torch.stack([_largest(one) for one in weights]).amax()
+        found |= {id(module): amax for _, module in group}
+    return found
+
+
+def _largest(weight: Tensor) -> Tensor:
+    return torch.where(weight.isfinite(), weight, 0).abs().amax().float().cpu()
 
 
 def _refuse_read(model: nn.Module, wanted: list[tuple[str, MXModule]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from te_mx import formats
+from te_mx.api.freeze import one_elsewhere
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.integrations.checkpoints import STYLES
 from te_mx.integrations.checkpoints.plan import Style
@@ -79,6 +80,14 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     for name, module in dropped:
         if problem := _why_not(module, fmt) or _why_no_head(model, module, chosen):
             raise ValueError(f"{name}: {problem}")
+    for group in one_elsewhere(dropped) if formats.get(fmt).tensor_scaled else ():
+        scales = [float(module._codes("weight")[2]) for _, module in group]
+        if len({*scales}) > 1:
+            raise ValueError(
+                f"{', '.join(name for name, _ in group)}: readers of {style!r} multiply them as "
+                f"one, with one tensor scale, and they have {scales}; te_mx.freeze_weights gives "
+                "layers that it freezes in one call a common one"
+            )
     codes = {id(module) for _, module in dropped}
     linear = (nn.Linear, MXModule)
     left = [n for n, m in model.named_modules() if isinstance(m, linear) and id(m) not in codes]

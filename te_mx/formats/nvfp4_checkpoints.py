@@ -11,13 +11,14 @@ modelopt              weight uint8, weight_scale           nothing: these are te
 compressed_tensors    weight_packed uint8, weight_scale    the reciprocal of the tensor scale
                       float8_e4m3fn, weight_global_scale
                       fp32 [1]
+torchao               NVFP4Tensor: qdata, scale,           scales may be swizzled; no
+                      per_tensor_scale                     per_tensor_scale is 1
 mxfp4                 codes, E8M0 scales [.., k/32]        a scale is a power of two for 32
 ====================  ===================================  ===================================
 
 ``from_..`` returns (codes, scales, tensor scale) for te_mx.MXTensor (format "nvfp4"), ``to_..`` is
 its inverse: byte for byte but for weight_global_scale, since a reciprocal is rounded (models that
 from_pretrained loaded keep what they read). Results may share memory with what was given.
-torchao's tensors: te_mx.integrations.checkpoints.torchao.
 
 A file of ModelOpt read as compressed-tensors', or the other way round, gives a tensor scale of 32
 and above, where the reciprocal is 2^10 times smaller and no writer's weights are so large: that is
@@ -81,6 +82,41 @@ def to_compressed_tensors(codes: Tensor, scales: Tensor, tensor_scale: Tensor) -
     codes, scales, whole = to_modelopt(codes, scales, tensor_scale)
     whole = whole.reciprocal()
     return codes, scales, whole if whole.dim() else whole.reshape(1)
+
+
+def from_torchao(tensor: Any) -> Parts:
+    """The parts of a torchao NVFP4Tensor [.., rows, k].
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is transposed.
+    """
+    if type(tensor).__name__ != "NVFP4Tensor":
+        raise TypeError(f"tensor must be torchao's NVFP4Tensor, got {shown(tensor)}")
+    codes, scales, whole = tensor.qdata, tensor.scale, tensor.per_tensor_scale
+    if codes.stride(-2) < codes.stride(-1):
+        raise ValueError(f"tensor is transposed, {tuple(tensor.shape)}; give tensor.t()")
+    *matrices, rows, half = codes.shape
+    if tensor.is_swizzled_scales:  # tiles of 128 rows and 4 blocks, in each 32 rows of 16 bytes
+        down, across = math.prod(matrices) * rows, half // _BYTES
+        tiles = scales.reshape(-(-down // 128), -(-across // 4), 32, 4, 4)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(-(-down // 128) * 128, -(-across // 4) * 4)
+        scales = plain[:down, :across].reshape(*matrices, rows, across)
+    if whole is None:
+        whole = torch.ones(matrices, device=codes.device)
+    return _parts(("qdata", "scale", "per_tensor_scale"), codes, scales, whole, False)
+
+
+def to_torchao(
+    codes: Tensor, scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """A torchao NVFP4Tensor of this dtype, for weights alone, of te_mx's parts. Raises as
+    from_modelopt; ImportError without torchao."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    codes, scales, whole = to_modelopt(codes, scales, tensor_scale)
+    each = whole.reshape(*whole.shape, 1, 1) if whole.dim() else whole
+    return NVFP4Tensor(codes, scales, 16, dtype, each)
 
 
 def from_mxfp4(codes: Tensor, scales: Tensor) -> Parts:

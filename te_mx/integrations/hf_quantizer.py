@@ -17,13 +17,14 @@ quant_method          what te_mx takes; the rest goes to Transformers as before
                       scales that are powers of two as well
 "compressed-tensors"  ``format`` "mxfp8-quantized", "mxfp6-pack-quantized",
                       "mxfp4-pack-quantized" and "nvfp4-pack-quantized", one group
-"modelopt"            ``quant_algo`` "MXFP8", "NVFP4", "W4A16_NVFP4", and "MIXED_PRECISION" of these
+"modelopt"            ``quant_algo`` "MXFP8", "FP8", "NVFP4", "W4A16_NVFP4", and
+                      "MIXED_PRECISION" of these
 "quark"               MXFP8, MXFP6 and MXFP4: ``scale_format`` "e8m0" in groups of 32
 "mxfp4"               all: experts in gpt-oss' layout
 ====================  ============================================================================
 
-Layers of NVFP4 leave inputs as they are, in bf16, whatever the checkpoint says of them: that is
-exact, and what H100s run; te_mx.freeze_weights(model, drop_master=True, activations="nvfp4")
+Layers of NVFP4 leave inputs as they are, whatever the checkpoint says of them, which loses less: a
+ConversionWarning says so once. te_mx.freeze_weights(model, drop_master=True, activations="nvfp4")
 quantizes them. A scale of inputs is kept for save_pretrained.
 
 What goes to Transformers is said once, with the reason, by a ConversionWarning.
@@ -48,6 +49,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from te_mx import formats
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.conversion.layers import protected_in
@@ -121,8 +123,8 @@ class TeMxQuantizer(HfQuantizer):
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
         refuse_casts(files, self.plan)
-        for end in self.plan.ends[2:]:
-            self.number = next(_shapes_in(files, end), self.number)
+        for end in self.plan.ends[1 if self.plan.of_tensor else 2 :]:
+            self.number = next(_shapes_in(files, f"weight{end}"), self.number)
         self._refuse_protected(model, files)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
@@ -187,6 +189,8 @@ class TeMxQuantizer(HfQuantizer):
             steps: dict[str, tuple[list[Any], list[Any]]] = {code_end: ([], [])}
             # float8_e4m3fn scales, of NVFP4, are merged as they are.
             steps[scale_end] = ([] if number_end else [Scales(self.plan.has_bytes)], [])
+            if self.plan.of_tensor:
+                steps[scale_end] = [Numbers(self.number)], []
             steps |= {
                 end: ([Numbers(self.number)], [OneAMatrix(len(sources))]) for end in number_end
             }
@@ -205,9 +209,17 @@ class TeMxQuantizer(HfQuantizer):
         for name, module, masters in self._masters:
             take(name, module, masters, self.plan.of(name))
         plans = {module: self.plan.of(name) for name, module, _ in self._masters}
-        claim(model, [(module, plan.ends) for module, plan in plans.items()], self._fields)
+        # A scale a tensor comes with the codes.
+        ends = {m: ("", None) if plan.of_tensor else plan.ends for m, plan in plans.items()}
+        claim(model, ends.items(), self._fields)
         self._masters.clear()
         self._model = None
+        if any(formats.get(plan.fmt).tensor_scaled and plan.inputs for plan in plans.values()):
+            _say_once(
+                "this checkpoint has inputs quantized to NVFP4; te_mx leaves them as they are, "
+                "which loses less. te_mx.freeze_weights(model, drop_master=True, "
+                "activations='nvfp4') quantizes them, in plain torch"
+            )
         if alone := {module for module, plan in plans.items() if plan.weight_only}:
             how: dict[str, Any] = {"activations": "bf16", "filter_fn": lambda m, _: m in alone}
             freeze_weights(model, drop_master=True, **how)
@@ -292,6 +304,12 @@ def unregister() -> None:
     _said.clear()
 
 
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        warnings.warn(line, ConversionWarning, stacklevel=4)
+
+
 def _config_class(method: str, before: Any) -> Any:
     """What stands in the registry of configs: ours where te_mx takes it, or Transformers' own."""
 
@@ -306,13 +324,10 @@ def _config_class(method: str, before: Any) -> Any:
                     f"te_mx reads no {method} checkpoint with such a quantization_config ({found}),"
                     f" and Transformers has no {method}: {fields}"
                 )
-            line = (
+            _say_once(
                 f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: "
                 f"{found}"
             )
-            if line not in _said:
-                _said.add(line)
-                warnings.warn(line, ConversionWarning, stacklevel=3)
             return before.from_dict(fields, **kwargs)
 
     return Chosen

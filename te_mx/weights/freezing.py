@@ -35,7 +35,7 @@ class Freezable(Sourced):
     _bound: Settings | Mixed | None = None  # what runs outside of regions, given by convert_model
     _bound_plain: bool = False  # the recipe that was bound leaves this module in high precision
     # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
-    _saved_as: tuple[str, ...] | None = None
+    _saved_as: tuple[str | None, ...] | None = None
     _saved_with: Mapping[str, Tensor] = MappingProxyType({})  # what came with codes, by name
     _claim: dict[str, Any] | None = (
         None  # the quantization_config that says so (weights/missing.py)
@@ -90,10 +90,17 @@ class Freezable(Sourced):
 
     def _plain_codes(self, key: str, settings: Settings) -> Operand | Stack:
         """The weight, quantized rowwise."""
+        return _rowwise(here(self._whole(key)).detach(), settings)
+
+    def _codes_below(self, key: str, settings: Settings, amax: Tensor) -> Operand:
+        """The same of a matrix, with the tensor scale of weights that go up to amax together."""
         weight = here(self._whole(key)).detach()
-        row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
-        assert row is not None
-        return row
+        n, k = weight.shape
+        room = weight.new_zeros(16 + -n % 16, k)  # blocks of their own
+        room[-1, 0] = amax
+        row = _rowwise(torch.cat([weight, room]), settings)
+        scales = row.scales[: row.format.scales_shape(n, k)[0]].clone()
+        return row._replace(codes=row.codes[:n].clone(), scales=scales, rows=n)
 
     def _masters(self, key: str) -> dict[str, Tensor]:
         """Values of the codes, by the names of the parameters that take them."""
@@ -122,15 +129,20 @@ class Freezable(Sourced):
 
     @torch.no_grad()
     def freeze(
-        self, settings: Settings, drop_master: bool = False, fixed: Fixed = frozen_formats.NOTHING
-    ) -> None:
+        self, settings: Settings, drop_master: bool = False, fixed: Fixed = frozen_formats.NOTHING,
+        amax: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """What te_mx.freeze_weights does to this module, or nothing where that raises; frozen
-        already, it keeps its weights, and copies that are not old."""
+        already, it keeps its weights, and copies that are not old. amax: see
+        `_codes_below`."""
         source = self._source
         frozen = source if isinstance(source, Frozen) else Frozen(settings)
         if not frozen.dropped and drop_master:
             keys, own = self._weight_keys, frozen.settings
-            made = {key: settled(self._plain_codes(key, own)) for key in keys}
+            if amax is None:
+                made = {key: settled(self._plain_codes(key, own)) for key in keys}
+            else:
+                made = {key: settled(self._codes_below(key, own, amax)) for key in keys}
             self._mark_frozen(frozen)
             parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
             names = [name for key in made for name in self._held_by(key)]
@@ -328,6 +340,12 @@ def lies(module: Freezable, *keys: str) -> str:
     held = tensors_of(*found) + packed
     each = sum(tensor.nbytes for tensor in held) / numbers
     return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"
+
+
+def _rowwise(weight: Tensor, settings: Settings) -> Operand:
+    row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
+    assert row is not None
+    return row
 
 
 def _not_quantizable(weight: Tensor) -> str:

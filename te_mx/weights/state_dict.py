@@ -64,6 +64,16 @@ def adapt(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> N
     """Give such entries of a module te_mx's names and shapes, in place; what does not fit is
     appended to the messages."""
     keys = tuple(prefix + key for key in module._weight_keys)
+    for name in keys:
+        if hasattr(given := state_dict.get(name), "per_tensor_scale"):  # torchao's NVFP4Tensor
+            try:
+                parts = nvfp4_checkpoints.from_torchao(given)
+                state_dict[name], state_dict[f"{name}_scale"], state_dict[name + WHOLE] = parts
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{name}: {error}")
+        scale = state_dict.get(f"{name}_scale")
+        if getattr(scale, "dtype", None) == torch.float32 and getattr(given, "itemsize", 0) == 1:
+            _repeat_scale(state_dict, name, given, scale)
     for given in [name for name in state_dict if name.startswith(keys)]:
         for end, (scale_end, read) in _ENDS.items():
             name = given.removesuffix(end)
@@ -82,6 +92,18 @@ def adapt(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> N
         for name in [n for n in state_dict if n.startswith(prefix) and n.endswith(_OF_INPUTS)]:
             if "." not in name[len(prefix) :]:
                 del state_dict[name]
+
+
+def _repeat_scale(state_dict: Any, name: str, codes: Tensor, scale: Tensor) -> None:
+    """Codes with one fp32 scale, or of stacks one for each part [groups, parts, 1] of whole blocks
+    (gate and up), as those of blocks of 128 x 128 that all have it."""
+    groups, (rows, k) = codes.shape[:-2], codes.shape[-2:]
+    parts = scale.shape[1] if len(groups) == 1 and scale.dim() == 3 else 1
+    down, across = formats.get("fp8_e4m3_128x128").scales_shape(rows, k)
+    if scale.numel() == math.prod(groups) * parts and (parts == 1 or rows % (parts * 128) == 0):
+        each = scale.reshape(*groups, parts, 1).repeat_interleave(down // parts, -2)
+        del state_dict[f"{name}_scale"]
+        state_dict[f"{name}_scale_inv"] = each.expand(*groups, down, across).contiguous()
 
 
 def _adapt(state_dict: Any, name: str, end: str, scale_end: str, read: Any) -> None:
@@ -274,11 +296,24 @@ def named_codes(
         if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
             code = code.unflatten(-1, (scale.shape[-1], -1))
         named[prefix + name + code_end] = code
-        named[prefix + name + end] = scale
+        named |= {prefix + n: t for n, t in _scales_as(module, name, end, scale).items()}
         for whole_end, one in zip(ends, whole, strict=False):
             read = module._saved_with.get(name + whole_end)
             named[prefix + name + whole_end] = _whole_as(whole_end, one, read)
     return named
+
+
+def _scales_as(module: Any, name: str, end: str | None, scale: Tensor) -> dict[str, Tensor]:
+    """Scales as files have them; an end of None: one a tensor, or a part of a stack, that all its
+    blocks repeat."""
+    if end is not None:
+        return {name + end: scale}
+    read = module._saved_with[f"{name}_scale"]
+    parts = read.shape[-2] if read.dim() == 3 else 1
+    one = scale[..., :: max(scale.shape[-2] // parts, 1), :1]
+    if not torch.equal(one.repeat_interleave(scale.shape[-2] // parts, -2).expand_as(scale), scale):
+        return {f"{name}_scale_inv": scale}  # other codes came meanwhile
+    return {f"{name}_scale": one.reshape(read.shape).clone()}
 
 
 def _whole_as(end: str, whole: Tensor, read: Tensor | None) -> Tensor:

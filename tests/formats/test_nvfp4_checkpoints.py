@@ -3,6 +3,8 @@ bytes there and back, and what is refused."""
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import nvfp4_oracle as oracle
@@ -84,6 +86,33 @@ def test_mxfp4_is_nvfp4_without_loss(spread):
         nv.from_mxfp4(codes, scales)
     nothing = nv.from_mxfp4(torch.zeros_like(codes), torch.zeros_like(scales))
     assert torch.equal(nothing[2], torch.ones(2)) and not tensors(*nothing).any()
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("shape", [(130, 96), (2, 128, 32)], ids=str)
+def test_tensors_of_torchao(shape, swizzled):
+    made = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    whole = torch.full((*shape[:-2], 1, 1) if len(shape) > 2 else (), 0.01)
+    q = made.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=whole, is_swizzled_scales=swizzled)
+    parts = nv.from_torchao(q)
+    # torchao rounds scale * scale to fp32 first.
+    close = functools.partial(torch.testing.assert_close, rtol=2**-22, atol=0)
+    close(tensors(*parts).float(), q.dequantize(torch.float32))
+    again = nv.to_torchao(*parts, torch.bfloat16)
+    assert torch.equal(again.dequantize(), q.dequantize()) and again.shape == q.shape
+    for one, other in zip(nv.from_torchao(again), parts, strict=True):
+        assert torch.equal(one, other)
+    if len(shape) == 2:
+        layer = te_mx.Linear(shape[1], shape[0], bias=False)
+        layer.load_state_dict({"weight": q})
+        assert layer.state_dict()["weight_scale_2"] == whole
+        with pytest.raises(ValueError, match="is transposed"):
+            nv.from_torchao(q.t())
+        with pytest.raises(TypeError, match="NVFP4Tensor, got"):
+            nv.from_torchao(x)
+    alone = made.NVFP4Tensor.to_nvfp4(x)  # one level of scales
+    close(tensors(*nv.from_torchao(alone)).float(), alone.dequantize(torch.float32))
 
 
 CODES, SCALES, WHOLE = stored((5, 48))

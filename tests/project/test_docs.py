@@ -51,7 +51,7 @@ def test_an_example_runs_when_it_is_copied_alone(page, block, tmp_path, monkeypa
     assert can_run(block)
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
-        if "mxfp4" in block:  # which may run in plain torch
+        if "fp4" in block:  # which may run in plain torch
             warnings.simplefilter("ignore", te_mx.FallbackWarning)
         exec(compile(block, page, "exec"), {})
 

@@ -5,6 +5,7 @@ save_pretrained writes again, and files that are refused."""
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from te_mx.integrations import hf_quantizer  # noqa: E402, F401
 pytestmark = [
     pytest.mark.usefixtures("registered"),
     pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning"),  # no native kernel has it
+    pytest.mark.filterwarnings("ignore:this checkpoint has inputs:te_mx.ConversionWarning"),
 ]
 AUTO = transformers.AutoModelForCausalLM
 UP = "model.layers.0.mlp.up_proj"
@@ -95,7 +97,8 @@ def decoded(codes, scales):
 @pytest.mark.parametrize("writer", CONFIGS)
 def test_files_are_read_and_written_byte_for_byte(writer, model_name, tmp_path):
     files, values = write(tmp_path / "one", writer, model_name)
-    loaded = AUTO.from_pretrained(tmp_path / "one")
+    with pytest.warns(te_mx.ConversionWarning, match="leaves them as they are, which loses less"):
+        loaded = AUTO.from_pretrained(tmp_path / "one")
     layer = loaded.model.layers[0]
     q_proj = layer.self_attn.q_proj
     assert q_proj._source.settings.w == "nvfp4" and "inputs as they are" in repr(q_proj)
@@ -119,6 +122,10 @@ def test_files_are_read_and_written_byte_for_byte(writer, model_name, tmp_path):
     }
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["quantization_config"] == CONFIGS[writer]
+    stacked = {name: t.contiguous() for name, t in loaded.state_dict().items()}
+    if model_name == "Mixtral":  # the experts of a layer in one tensor
+        (tmp_path / "two" / "model.safetensors").write_bytes(safetensors.save(stacked))
+        check_same(AUTO.from_pretrained(tmp_path / "two").state_dict(), stacked)
     te_mx.freeze_weights(loaded, drop_master=True, activations="nvfp4")  # as Blackwell has it
     assert 0 < (logits(loaded) - out).norm() < 0.5 * out.norm()
     te_mx.unfreeze_weights(loaded, dequantize=True)
@@ -126,28 +133,67 @@ def test_files_are_read_and_written_byte_for_byte(writer, model_name, tmp_path):
 
 
 def test_layers_of_several_kinds(tmp_path):
-    """MIXED_PRECISION: what is quantized, layer by layer; NVFP4 beside MXFP8."""
+    """MIXED_PRECISION: what is quantized, layer by layer; NVFP4 beside MXFP8 and FP8."""
     files, _ = write(tmp_path, "modelopt")
-    model = frozen("Llama")
-    mx = {f"{UP}.{name}": t for name, t in model.model.layers[0].mlp.up_proj.state_dict().items()}
-    plain = "model.layers.0.mlp.gate_proj"
-    for name in [n for n in files if n.startswith((f"{UP}.", f"{plain}."))]:
+    layer = frozen("Llama").model.layers[0]
+    plain, fp8 = "model.layers.0.mlp.gate_proj", "model.layers.0.self_attn.o_proj"
+    for name in [n for n in files if n.startswith((f"{UP}.", f"{plain}.", f"{fp8}."))]:
         del files[name]
-    files |= mx | {f"{plain}.weight": model.model.layers[0].mlp.gate_proj._source.values(
-        model.model.layers[0].mlp.gate_proj, "weight")}  # fmt: skip
+    files |= {f"{UP}.{name}": t for name, t in layer.mlp.up_proj.state_dict().items()}
+    files[f"{plain}.weight"] = layer.mlp.gate_proj._source.values(layer.mlp.gate_proj, "weight")
+    files |= fp8_of(fp8, torch.randn(64, 64))
     tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(files))
     heads = {n.rpartition(".")[0] for n in files if n.endswith("weight_scale_2")}
     layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in heads}
-    layers[UP] = {"quant_algo": "MXFP8", "group_size": 32}
+    layers |= {UP: {"quant_algo": "MXFP8", "group_size": 32}, fp8: {"quant_algo": "FP8"}}
     config = json.loads((tmp_path / "config.json").read_text())
     says = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     config["quantization_config"] = {"quant_method": "modelopt", "quantization": says}
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = AUTO.from_pretrained(tmp_path)
-    mlp = loaded.model.layers[0].mlp
+    mlp, o_proj = loaded.model.layers[0].mlp, loaded.model.layers[0].self_attn.o_proj
     assert type(mlp.gate_proj) is torch.nn.Linear and type(loaded.lm_head) is torch.nn.Linear
     assert mlp.up_proj._source.settings.w == "mxfp8_e4m3"
     assert mlp.down_proj._source.settings.w == "nvfp4"
+    expected = files[f"{fp8}.weight"].float() * files[f"{fp8}.weight_scale"]
+    assert torch.equal(o_proj._source.values(o_proj, "weight").float(), expected.bfloat16().float())
+    out = logits(loaded)
+    loaded.load_state_dict(loaded.state_dict())
+    assert torch.equal(logits(loaded), out)
+    loaded.save_pretrained(tmp_path / "two")
+    check_same(files_of(tmp_path / "two"), files)
+    again = fp8_of("", torch.randn(64, 64))  # what is saved is what is there
+    o_proj.load_state_dict({name[1:]: t for name, t in again.items()})
+    assert torch.equal(o_proj.state_dict()["weight_scale"], again[".weight_scale"])
+
+
+def fp8_of(name, weight):
+    scale = weight.float().abs().amax() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    more = {"weight_scale": scale, "input_scale": torch.rand(())}
+    return {f"{name}.weight": codes, **{f"{name}.{end}": t for end, t in more.items()}}
+
+
+def test_experts_of_fp8_with_a_scale_a_tensor(tmp_path):
+    """Gate and up have one each; their blocks of 128 x 128 are apart."""
+    model = frozen("Mixtral", sizes=WHOLE_BLOCKS)
+    te_mx.unfreeze_weights(model, dequantize=True)
+    model.save_pretrained(tmp_path)
+    files = {name: t.clone() for name, t in files_of(tmp_path).items()}
+    for name in [n for n in files if re.search(r"\.w[123]\.|proj\.", n)]:
+        files |= fp8_of(name.removesuffix(".weight"), files.pop(name))
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(files))
+    model.config.quantization_config = {
+        "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.gate"],
+    }  # fmt: skip
+    model.config.save_pretrained(tmp_path)
+    loaded = AUTO.from_pretrained(tmp_path)
+    experts = loaded.model.layers[0].mlp.experts
+    both = experts._source.values(experts, "gate_up_proj")[1].chunk(2)
+    for name, got in zip(("w1", "w3"), both, strict=True):
+        name = f"model.layers.0.block_sparse_moe.experts.1.{name}"
+        expected = files[f"{name}.weight"].float() * files[f"{name}.weight_scale"]
+        assert torch.equal(got, expected.to(got.dtype))
     loaded.save_pretrained(tmp_path / "two")
     check_same(files_of(tmp_path / "two"), files)
 
@@ -192,3 +238,27 @@ def test_gate_and_up_with_scales_of_their_own(tmp_path, caplog):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         AUTO.from_pretrained(tmp_path)
     assert "parts of expert 1, gate and up, have tensor scales" in str(caught.value) + caplog.text
+
+
+def test_layers_that_others_multiply_as_one_share_a_tensor_scale():
+    model = frozen("Llama", "nvfp4", activations="bf16")
+    layer = model.model.layers[0]
+    for group in (
+        [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        [layer.mlp.gate_proj, layer.mlp.up_proj],
+    ):
+        assert len({float(one.state_dict()["weight_scale_2"]) for one in group}) == 1
+    for fmt in ("nvfp4", "nvfp4_16x16"):  # rows as of one matrix
+        pair = torch.nn.ModuleDict({name: te_mx.Linear(64, 48) for name in ("w1", "w3")})
+        both = torch.cat([one.weight.detach() for one in pair.values()])
+        te_mx.freeze_weights(pair, drop_master=True, fmt=fmt, activations="bf16")
+        made = torch.cat([one._source.values(one, "weight") for one in pair.values()])
+        assert torch.equal(made, te_mx.quantize(both, fmt).dequantize(torch.float32))
+    apart = torch.nn.ModuleDict({name: te_mx.Linear(64, 48) for name in ("w1", "w3")})
+    for one in apart:
+        how = {"fmt": "nvfp4", "activations": "bf16"}
+        te_mx.freeze_weights(
+            apart, drop_master=True, filter_fn=lambda _, n, one=one: n == one, **how
+        )
+    with pytest.raises(ValueError, match=r"^w1, w3: readers of 'modelopt' multiply them as one"):
+        te_mx.quantization_config(apart, "modelopt")

@@ -225,6 +225,24 @@ def test_a_layer_that_the_files_do_not_have_quantized(tmp_path):
         AUTO.from_pretrained(tmp_path)
 
 
+@on_reference
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4"])
+def test_quark(fmt, tmp_path):
+    """Two names whatever the bits; te_mx's codes are packed as Quark packs them."""
+    model = frozen("Llama", fmt, activations="bf16")
+    state = {name.replace("_e3m2", ""): t for name, t in model.state_dict().items()}
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(state))
+    dtype = {"mxfp8_e4m3": "fp8_e4m3", "mxfp6_e3m2": "fp6_e3m2", "mxfp4": "fp4"}[fmt]
+    model.config.quantization_config = quark(dtype=dtype)
+    model.config.save_pretrained(tmp_path)
+    loaded = AUTO.from_pretrained(tmp_path)
+    assert loaded.model.layers[0].mlp.up_proj._source.settings.w == fmt
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "two")
+    check_same(files_of(tmp_path / "two"), state)
+
+
 def test_without_registering_they_are_nobodys(tmp_path):
     before = dict(hf_quantizer.auto.AUTO_QUANTIZER_MAPPING)
     hf_quantizer.register()
@@ -286,7 +304,8 @@ PLANS = [
     ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, None),
     ({**MIXED, "quantized_layers": {"a": {"quant_algo": "NVFP4"}}}, "nvfp4"),
-    ({**MIXED, "quantized_layers": {"a": {"quant_algo": "FP8"}}}, None),
+    ({**MIXED, "quantized_layers": {"a": {"quant_algo": "FP8"}}}, BLOCKS),
+    ({**MIXED, "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}}, None),
     (MIXED, None),
     (quark(), "mxfp4"),
     (quark(dtype="fp8_e4m3"), "mxfp8_e4m3"),

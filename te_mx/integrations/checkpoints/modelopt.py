@@ -1,5 +1,5 @@
-"""ModelOpt: MXFP8, and NVFP4 with ``weight_scale_2``, in one format or layer by layer
-(MIXED_PRECISION)."""
+"""ModelOpt: MXFP8, FP8 with a scale a tensor and NVFP4 with ``weight_scale_2``, one format for all
+or layer by layer (MIXED_PRECISION)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from te_mx.integrations.checkpoints.plan import SCALE, Plan, Style, width
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed")
 _WHOLE = (*SCALE, "_scale_2")
 _KNOWN = {
+    "FP8": Plan("fp8_e4m3_128x128", SCALE, of_tensor=True, inputs="input_scale"),
     "MXFP8": Plan("mxfp8_e4m3", SCALE),
     "NVFP4": Plan("nvfp4", _WHOLE, weight_only=True, inputs="input_scale"),
     "W4A16_NVFP4": Plan("nvfp4", _WHOLE, weight_only=True),
@@ -42,7 +43,7 @@ def _of(one: dict[str, Any]) -> Plan | str:
         *first, last = map(repr, _KNOWN)
         return f"quant_algo is {one.get('quant_algo')!r}, not {', '.join(first)} or {last}"
     size = one.get("group_size") or width(found.fmt)
-    if size != width(found.fmt):
+    if size != width(found.fmt) and not found.of_tensor:
         return f"group_size is {size}, and {one['quant_algo']} has {width(found.fmt)}"
     return found
 

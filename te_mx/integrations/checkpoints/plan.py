@@ -18,7 +18,8 @@ class Plan(NamedTuple):
     """The format of the weights, endings of the names of their tensors, and patterns of the modules
     that keep their weights. weight_only: inputs are not quantized. experts_only: gpt-oss, whose
     linear layers keep theirs. powers: their fp32 scales are powers of two (DeepSeek-V3.1).
-    reciprocal: of tensor scales the files have that. inputs: the name of the scale of inputs that
+    reciprocal: of tensor scales the files have that. of_tensor: one fp32 scale for all codes, which
+    those of blocks repeat. inputs: the name of the scale of inputs that
     files have beside codes; te_mx keeps it for them. layers: the plans of those that have one of
     their own, and then no others are quantized."""
 
@@ -29,6 +30,7 @@ class Plan(NamedTuple):
     experts_only: bool = False
     powers: bool = False
     reciprocal: bool = False
+    of_tensor: bool = False
     inputs: str = ""
     layers: dict[str, Plan] | None = None
 

@@ -192,13 +192,13 @@ def put_placeholders(
         codes = (*groups, *fmt.codes_shape(rows, k))
         if plan.experts_only:  # the bytes of a block have a dimension of their own
             codes = (*groups, rows, k // 32, 16)
-        scales = (*groups, *fmt.scales_shape(rows, k))
+        each = (*groups, parts_of(module, key), 1) if experts else number
+        scales = each if plan.of_tensor else (*groups, *fmt.scales_shape(rows, k))
         made = [(codes, storage(fmt)), (scales, fmt.scaling.storage)]
         made += [(tuple(groups) if experts else number, torch.float32)] * (len(plan.ends) - 2)
         names = [key + end for end in plan.ends]
         if plan.inputs:
             names.append(of_inputs(key, plan))
-            each = (*groups, parts_of(module, key), 1) if experts else number
             made.append((each, torch.float32))
         for name, (shape, dtype) in zip(names, made, strict=True):
             value = torch.empty(shape, dtype=dtype, device="meta")
@@ -235,7 +235,9 @@ def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Pl
     state = {key: value.detach() for key, value in loaded.items()}
     for key in masters:
         scales = state.pop(key + plan.ends[1])
-        if not fmt.tensor_scaled:
+        if plan.of_tensor:
+            aside[key + plan.ends[1]] = scales
+        elif not fmt.tensor_scaled:
             read = scale_bytes if plan.has_bytes else scale_floats
             scales = read(f"{name}.{key}{plan.ends[1]}", scales)
         for end in plan.ends[2:]:
