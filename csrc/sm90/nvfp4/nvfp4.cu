@@ -63,6 +63,7 @@ Status run(const Nvfp4Args& a) {
   p.parts = shares_of(p.quads, p.cluster);
   const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
   p.stages = room.stages, p.sums_at = room.sums_at;
+  if (p.stages < 1) return Status::unsupported;
   CUtensorMap map;
   const auto type =
       Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;

@@ -145,8 +145,8 @@ class Rest(ReferenceRest):
     rank = 0
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.n % ROWS:
-            return f"keeps weights of whole {ROWS} rows, not {problem.n}"
+        if problem.m % ROWS:
+            return f"keeps weights of whole {ROWS} rows, not {problem.m}"
         return why_not(problem, formats=FORMATS)
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
