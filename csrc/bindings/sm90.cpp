@@ -289,6 +289,17 @@ void bind_nvfp4(py::module_& m) {
       .add_to(m, "Nvfp4Args");
   bind_call(m, "nvfp4_product", nvfp4_product);
   bind_call(m, "nvfp4_to_values", nvfp4_to_values);
+  Record<Nvfp4QuantizeArgs>()
+      .part("x", &Nvfp4QuantizeArgs::x, "x_")
+      .field("row_codes", &Nvfp4QuantizeArgs::row_codes)
+      .field("row_scales", &Nvfp4QuantizeArgs::row_scales)
+      .field("col_codes", &Nvfp4QuantizeArgs::col_codes)
+      .field("col_scales", &Nvfp4QuantizeArgs::col_scales)
+      .field("scale", &Nvfp4QuantizeArgs::scale)
+      .field("amax", &Nvfp4QuantizeArgs::amax)
+      .part("execution", &Nvfp4QuantizeArgs::execution, "")
+      .add_to(m, "Nvfp4QuantizeArgs");
+  bind_call(m, "nvfp4_quantize", nvfp4_quantize);
 }
 
 }  // namespace

@@ -67,7 +67,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fill(*args, **kwargs):
         made = empty(*args, **kwargs)
-        return made.view(torch.uint8).fill_(0xA5).view(made.dtype) if made.numel() else made
+        if made.numel():
+            (made if made.dim() else made.view(1)).view(torch.uint8).fill_(0xA5)
+        return made
 
     monkeypatch.setattr(torch, "empty", fill)
 

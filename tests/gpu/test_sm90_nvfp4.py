@@ -6,14 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import te_mx
 from te_mx import formats
+from te_mx._ops import quantize_2d
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import SM90_NVFP4
-from te_mx.backends.sm90.nvfp4 import Product, Rest
+from te_mx.backends.sm90.nvfp4 import PRODUCT, Product, Rest
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize
 from te_mx.layouts.operand import Operand, stacked
+from te_mx.runtime.ran import LAST_RUN
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -137,3 +140,47 @@ def test_negative_scales_stay_by_rows():
     row.scales[5, 1] |= 0x80
     assert Rest().rest(row) is row
     assert binding.native() is not None
+
+
+@pytest.mark.usefixtures("direct")
+def test_a_frozen_layer_at_any_number_of_rows():
+    n, k = 128, 264
+    row = weight(n, k)
+    layer = te_mx.nn.Linear(k, n, params_dtype=BF16, device="cuda")
+    codes = {
+        "weight": row.codes, "weight_scale": row.scales.view(torch.float8_e4m3fn),
+        "weight_scale_2": row.tensor_scale,
+    }  # fmt: skip
+    layer.load_state_dict(codes | {"bias": layer.bias})
+    te_mx.freeze_weights(layer, activations="bf16")
+    assert "lies as nvfp4@sm90_nvfp4" in repr(layer)
+    x = torch.randn(600, k, device="cuda", dtype=BF16)
+    for m in (1, 65, 600):
+        with torch.no_grad():
+            y = layer(x[:m])
+        assert LAST_RUN[layer._tag_now()] == PRODUCT
+        check(y, x[:m], row.values(torch.float64), layer.bias)
+    again = layer.state_dict()
+    assert all(torch.equal(again[name], codes[name]) for name in codes)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (33, 1000), (130, 77), (1, 16), (256, 520)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_quantized_to_the_bytes_of_the_specification(shape, dtype):
+    x = torch.randn(shape, device="cuda") * torch.exp2(
+        torch.randint(-20, 12, (shape[0], 1), device="cuda").float()
+    )
+    x.view(-1)[::97] = 0
+    x.view(-1)[1::101] = -0.0
+    x = x.clamp(-60000, 60000).to(dtype)
+    for case in (x, torch.zeros_like(x), x * 0 + 2.0**-24, (x / 64).round()):
+        found = quantize_2d(case, "nvfp4@rows", "nvfp4@rows", rule="te")
+        for made, of in ((found.row, case), (found.col, case.t())):
+            codes, scales, whole = formats.get("nvfp4").quantize(of, "te")
+            assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)
+            assert torch.equal(made.tensor_scale, whole)
+    bad = x.clone()
+    bad[0, 0], bad[-1, -1] = torch.nan, torch.inf
+    made = quantize_2d(bad, "nvfp4@rows", rule="te").row
+    codes, scales, whole = formats.get("nvfp4").quantize(bad, "te")
+    assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)

@@ -67,4 +67,18 @@ Status nvfp4_product(const Nvfp4Args& args);
 // exact, times `scale` in fp32, rounded. Without x; one matrix; out is aligned to 16 bytes.
 Status nvfp4_to_values(const Nvfp4Args& args);
 
+// x [rows, cols] to plain NVFP4 by the rule of Transformer Engine: rows, and columns as rows of
+// their own, two codes a byte. Null for what nobody needs.
+struct Nvfp4QuantizeArgs {
+  Matrix x;
+  uint8_t* row_codes = nullptr;   // [rows, ceil(cols / 2)]
+  uint8_t* row_scales = nullptr;  // [rows, ceil(cols / 16)]
+  uint8_t* col_codes = nullptr;   // [cols, ceil(rows / 2)]
+  uint8_t* col_scales = nullptr;  // [cols, ceil(rows / 16)]
+  float* scale = nullptr;         // of the tensor
+  uint32_t* amax = nullptr;       // of its numbers, bits; written
+  Execution execution;
+};
+Status nvfp4_quantize(const Nvfp4QuantizeArgs& args);
+
 }  // namespace te_mx::sm90

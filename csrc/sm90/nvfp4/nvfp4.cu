@@ -63,6 +63,7 @@ Status run(const Nvfp4Args& a) {
   p.parts = shares_of(p.quads, p.cluster);
   const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
   p.stages = room.stages, p.sums_at = room.sums_at;
+  if (p.stages < 1) return Status::unsupported;
   CUtensorMap map;
   const auto type =
       Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -86,15 +87,28 @@ Status run(const Nvfp4Args& a) {
                       rows);
 }
 
-template <bool kHalf>
-Status run(const Nvfp4Args& a) {
-  const int64_t m = a.groups.count <= 1 ? a.m : 2 * ((a.m + a.groups.count - 1) / a.groups.count);
-  if (m <= 8 || a.m <= 8) return run<Nvfp4Math<8, 2, 1, 2, kHalf>>(a);
-  if (m <= 16) return run<Nvfp4Math<16, 2, 1, 2, kHalf>>(a);
-  if (m <= 32) return run<Nvfp4Math<32, 2, 1, 2, kHalf>>(a);
+// Rows that may meet one matrix: of groups twice as many as on average.
+int64_t rows_of(const Nvfp4Args& a) {
+  const int64_t each =
+      a.groups.count <= 1 ? a.m : 2 * ((a.m + a.groups.count - 1) / a.groups.count);
+  return std::min(a.m, each);
+}
+
+Status run_bf16(const Nvfp4Args& a) {
+  const int64_t m = rows_of(a);
+  if (m <= 8) return run<Nvfp4Math<8, 2, 1, 2, false>>(a);
+  if (m <= 16) return run<Nvfp4Math<16, 2, 1, 2, false>>(a);
+  if (m <= 32) return run<Nvfp4Math<32, 2, 1, 2, false>>(a);
   const bool thin = a.n <= 2560 && m <= 128;
-  if (m <= 64 || thin) return run<Nvfp4Math<64, 2, 1, 2, kHalf>>(a);
-  return m <= 256 ? run<Nvfp4Math<128, 2, 1, 1, kHalf>>(a) : run<Nvfp4Math<256, 2, 1, 1, kHalf>>(a);
+  if (m <= 64 || thin) return run<Nvfp4Math<64, 2, 1, 2, false>>(a);
+  return m <= 256 ? run<Nvfp4Math<128, 2, 1, 1, false>>(a) : run<Nvfp4Math<256, 2, 1, 1, false>>(a);
+}
+
+Status run_f16(const Nvfp4Args& a) {
+  const int64_t m = rows_of(a);
+  return m <= 8    ? run<Nvfp4Math<8, 2, 1, 2, true>>(a)
+         : m <= 64 ? run<Nvfp4Math<64, 2, 1, 2, true>>(a)
+                   : run<Nvfp4Math<256, 2, 1, 1, true>>(a);
 }
 
 }  // namespace
@@ -104,7 +118,7 @@ Status nvfp4_product(const Nvfp4Args& a) {
   const Status status = check(a);
   if (status != Status::ok) return status;
   if (current_device().sms == 0) return Status::unsupported;
-  return a.x_dtype == DType::bf16 ? run<false>(a) : run<true>(a);
+  return a.x_dtype == DType::bf16 ? run_bf16(a) : run_f16(a);
 }
 
 }  // namespace te_mx::sm90

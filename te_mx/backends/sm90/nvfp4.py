@@ -14,13 +14,14 @@ from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.layouts.nvfp4 import FORMATS, ROWS, SM90_NVFP4
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import FROZEN_ROWS, MOST, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import Layout
-from te_mx.layouts.operand import Operand, Stack
+from te_mx.layouts.operand import Operand, Quantized, Stack
 
 PRODUCT = "sm90_nvfp4"
 _NARROW = torch.bfloat16, torch.float16
@@ -145,8 +146,8 @@ class Rest(ReferenceRest):
     rank = 0
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.n % ROWS:
-            return f"keeps weights of whole {ROWS} rows, not {problem.n}"
+        if problem.m % ROWS:
+            return f"keeps weights of whole {ROWS} rows, not {problem.m}"
         return why_not(problem, formats=FORMATS)
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
@@ -160,6 +161,52 @@ class Rest(ReferenceRest):
         return row._replace(codes=codes, scales=scales, spec=f"{row.format.name}@{self.layout}")
 
 
+class Quantizer:
+    """Matrices of one size, and the transpose of each, from one read."""
+
+    def __init__(self, p: Problem) -> None:
+        self.native, self.index, self.problem = binding.native(), p.place.index, p
+        self.record = self.native.Nvfp4QuantizeArgs(
+            x_rows=p.m, x_cols=p.n, x_dtype=FLOAT_DTYPES[p.dtype], device=self.index
+        )
+
+    def __call__(self, what: Quantize) -> Quantized | None:
+        x, m, n = what.x, self.problem.m, self.problem.n
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        scale, amax = x.new_empty((), dtype=torch.float32), x.new_empty(1, dtype=torch.int32)
+        args = self.record.copy(
+            x_data=x.data_ptr(), x_row_stride=x.stride(0), scale=scale.data_ptr(),
+            amax=amax.data_ptr(), stream=binding.stream(self.index),
+        )  # fmt: skip
+        row = col = None
+        if what.row:
+            row = binding.empty_operand(what.row, m, n, x.device)._replace(tensor_scale=scale)
+            args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
+        if what.col:
+            col = binding.empty_operand(what.col, n, m, x.device)._replace(tensor_scale=scale)
+            args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
+        if not binding.supported(self.native.nvfp4_quantize(args)):
+            return None
+        sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
+        return Quantized(row, col, sums)
+
+
+class HopperNvfp4(Kernel):
+    """By the rule of Transformer Engine, to rows."""
+
+    op, name, planner = "quantize", PRODUCT, Quantizer
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(rule="rceil"), "rows", formats=FORMATS[:1])
+        if reason is None and problem.rule != "te":
+            reason = f"knows the scale rule te, not {problem.rule}"
+        if reason is None and "@any" in problem.lhs + problem.rhs:
+            reason = "takes the layout rows"
+        return reason or why_not_dtype(problem)
+
+
+register(HopperNvfp4())
 register(Product())
 register(Dequantize())
 register(Rest())
