@@ -494,8 +494,7 @@ class KeptWeight(NamedTuple):
     def _is_as_asked(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call would ask for operands that lie so."""
         row, col = roles(device, settings).w
-        mine = f"{self.row.format.name}@{self.row.layout.kept_of or self.row.layout.name}"
-        return mine == row and (self.col is None or self.col.spec == col)
+        return self.row.spec == row and (self.col is None or self.col.spec == col)
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
