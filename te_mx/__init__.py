@@ -45,6 +45,7 @@ from te_mx.dispatch.tuned.use import use_tuned_table
 from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
+from te_mx.nn.invariant import InvariantLinear
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.runtime import workspace
 from te_mx.weights import rollout
@@ -56,13 +57,13 @@ except _PackageNotFoundError:  # run from a source tree that was not installed
 
 __all__ = [
     "ConversionReport", "ConversionWarning", "Explanation", "FallbackWarning", "GemmOutput",
-    "GroupedExplanation", "GroupedLinear", "InspectionReport", "LayerNormLinear", "LayerNormMLP",
-    "Linear", "MXTensor", "__version__", "audit", "autocast", "checkpoint_ops", "convert_model",
-    "distributed", "explain", "explain_grouped", "formats", "fp8_autocast", "freeze_weights",
-    "gemm", "get_default_recipe", "grouped_gemm", "grouped_linear", "grouped_wgrad", "inspect",
-    "is_mxfp8_available", "make_graphed_callables", "moe", "prepack", "quantization_config",
-    "quantize", "recipe", "record_saved", "revert_model", "rollout", "unfreeze_weights",
-    "use_tuned_table", "workspace",
+    "GroupedExplanation", "GroupedLinear", "InspectionReport", "InvariantLinear", "LayerNormLinear",
+    "LayerNormMLP", "Linear", "MXTensor", "__version__", "audit", "autocast", "checkpoint_ops",
+    "convert_model", "distributed", "explain", "explain_grouped", "formats", "fp8_autocast",
+    "freeze_weights", "gemm", "get_default_recipe", "grouped_gemm", "grouped_linear",
+    "grouped_wgrad", "inspect", "is_mxfp8_available", "make_graphed_callables", "moe", "prepack",
+    "quantization_config", "quantize", "recipe", "record_saved", "revert_model", "rollout",
+    "unfreeze_weights", "use_tuned_table", "workspace",
 ]  # fmt: skip
 
 

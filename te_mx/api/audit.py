@@ -9,12 +9,18 @@ from torch import Tensor, nn
 
 from te_mx.api.memory import Recorded, Saved, recorded, saved_by
 from te_mx.autograd.linear_recipe import GEMMS
+from te_mx.context.region import current_recipe
+from te_mx.dispatch.problem import INVARIANT
 from te_mx.fusion.class_swap import Reclassed
 from te_mx.nn.base import MXModule
 from te_mx.nn.guards import RAN
+from te_mx.nn.invariant import InvariantLinear
+from te_mx.recipes.settings import Mixed
 from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.runtime.ran import LAST_RUN, was_read
 from te_mx.runtime.report import table
+from te_mx.te.norms import _Norm
+from te_mx.te.rotary import RotaryPositionEmbedding
 from te_mx.weights.freezing import lies
 
 HIGH_PRECISION, NEVER, UNASKED = "high precision", "never ran", "not needed"
@@ -41,11 +47,16 @@ class LayerAudit(NamedTuple):
 
 class AuditReport:
     """What `audit` found: iterable, printable as a table. `memory` is what was recorded of the
-    whole model, with what lies outside of its layers; None where it was not asked for."""
+    whole model, with what lies outside of its layers, and `dependent` the modules whose result may
+    depend on their neighbours, and why; None where it was not asked for."""
 
-    def __init__(self, layers: list[LayerAudit], memory: Recorded | None = None) -> None:
+    def __init__(
+        self, layers: list[LayerAudit], memory: Recorded | None = None,
+        dependent: list[tuple[str, str]] | None = None,
+    ) -> None:  # fmt: skip
         self.layers = layers
         self.memory = memory
+        self.dependent = dependent
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -62,6 +73,11 @@ class AuditReport:
         raise KeyError(f"no linear layer is named {shown(name)}; there are {names or 'none'}{more}")
 
     def __str__(self) -> str:
+        if not self.dependent:
+            return self._table()
+        return f"{self._table()}\n{table(['may depend on its neighbours', 'why'], self.dependent)}"
+
+    def _table(self) -> str:
         header = ["layer", "class", "fprop", "dgrad", "wgrad", "weight"]
         rows = [
             (*layer[:5], f"{layer.weight}, {layer.lies}" if layer.lies else layer.weight)
@@ -80,7 +96,7 @@ class AuditReport:
     __repr__ = __str__
 
 
-def audit(model: nn.Module, memory: bool = False) -> AuditReport:
+def audit(model: nn.Module, memory: bool = False, invariant: bool = False) -> AuditReport:
     """Say for every linear layer of `model` on which kernel its GEMMs ran last.
 
     ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
@@ -112,13 +128,18 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
         memory: add the bytes that each layer kept for backward, as `te_mx.record_saved` recorded
             them: a storage that several keep is counted for each, and also as shared; in the last
             line once. The bytes of a te_mx.LayerNormMLP stand in its first row.
+        invariant: say in `dependent` which modules may give a row other bits beside other rows
+            under the recipe that is active or bound: te_mx's at another precision, products and
+            attention of torch, and every class that te_mx does not know, unless it has an attribute
+            ``invariant = True``. What such a class calls in its forward is not seen.
 
     Raises:
-        TypeError: `model` is no nn.Module, or `memory` no bool.
+        TypeError: `model` is no nn.Module, or a flag no bool.
         RuntimeError: `memory` is True, and nothing was recorded of this model.
     """
     check_module(model)
     check_flag("memory", memory)
+    check_flag("invariant", invariant)
     totals = recorded(model) if memory else None
     if memory and totals is None:
         raise RuntimeError(
@@ -137,7 +158,45 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
         elif isinstance(m, nn.Linear):
             kind = f"{type(m).__module__.split('.')[0]}.{type(m).__name__}"
             layers.append(LayerAudit(name or "(root)", kind, *_ALL_HIGH, "master", saved))
-    return AuditReport(layers, totals)
+    return AuditReport(layers, totals, _dependent(model) if invariant else None)
+
+
+# What computes a row of its own, or nothing at all; the activations of torch are not among it,
+# which round fp32 in two ways on CPUs.
+_BY_ROWS = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Embedding, nn.Identity, nn.LayerNorm,
+    nn.RMSNorm, nn.ReLU, nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Unflatten,
+)  # fmt: skip
+
+
+def _dependent(model: nn.Module) -> list[tuple[str, str]]:
+    """Modules of a model that may give a row other bits beside other rows, and why."""
+    ambient, found = current_recipe(), []
+    for name, m in model.named_modules():
+        why = ""
+        if isinstance(m, MXModule):
+            settings = m._chosen(ambient, name)
+            each = settings.each if isinstance(settings, Mixed) else (settings,)
+            said = {"high precision" if one is None else one.precision for one in each}
+            others = sorted(said - {INVARIANT})
+            why = f"runs at precision {', '.join(others)}" if others else ""
+            if not m._source.quantizes_inputs:
+                why = "multiplies inputs as they are, in torch"
+        elif getattr(m, "invariant", False) is True or isinstance(m, (InvariantLinear, *_BY_ROWS)):
+            continue
+        elif isinstance(m, nn.Dropout):
+            why = "draws by place" if m.training and m.p else ""
+        elif isinstance(m, nn.Linear):
+            why = "is a product of torch; te_mx.InvariantLinear is one that is not"
+        elif hasattr(m, "invariant"):
+            why = "runs torch's attention; set its invariant=True"
+        elif isinstance(m, _Norm | RotaryPositionEmbedding):
+            continue
+        else:
+            why = f"{type(m).__name__}: te_mx does not know what its forward does"
+        if why:
+            found.append((name or "(root)", why))
+    return found
 
 
 def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:

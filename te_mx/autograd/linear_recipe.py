@@ -512,8 +512,7 @@ class KeptWeight(NamedTuple):
             row, col = at_most_codes(weight_forms(device, settings), settings)
         else:
             row, col = roles(device, settings).w
-        mine = f"{self.row.format.name}@{self.row.layout.kept_of or self.row.layout.name}"
-        return mine == row and (self.col is None or self.col.spec == col)
+        return self.row.spec == row and (self.col is None or self.col.spec == col)
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""

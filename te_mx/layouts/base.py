@@ -52,7 +52,6 @@ class Layout:
     of_matrices = True  # False: only the tokens of groups lie so
     refused = "formats of other elements or blocks"  # what it does not take, for errors
     reads_as = ""  # of weights that stand still: as which layout products read them, if not this
-    kept_of = ""  # of weights that are kept: in place of which layout
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
     alone = ""  # of tokens: the layout of a group's part by itself
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one

@@ -63,7 +63,8 @@ class MXFP8BlockScaling(Recipe):
             exact). ``"adaptive"``: on FP8 tensor cores, after scales of neighbouring blocks were
             aligned where they differ by at most ``2^alignment_spread``; an element moves by at most
             ``2^(alignment_spread - 17.8)`` of the largest of its block (E4M3). ``"exact"``:
-            products of the exact values in bf16, at about bf16's speed.
+            products of the exact values in bf16, at about bf16's speed. ``"invariant"``, on CPUs
+            too: a row of a forward has the same bits beside any others (docs/invariance.md).
         alignment_spread: 0 to 8; smaller aligns less, which is more exact and slower.
         margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
         fp8_dpa, fp8_mha: must be False; attention runs in the dtype of its inputs.

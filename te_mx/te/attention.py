@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_mx.nn import checks
+from te_mx.nn.invariant import sum_of_keys
 from te_mx.nn.tensor_parallel import BOTH, COLUMN, ROW, Shared, check_group, shared
 from te_mx.runtime.arguments import check_flag, check_number, check_size, check_word
 from te_mx.te import attention_checks, attention_masks
@@ -72,7 +73,8 @@ class Scores(NamedTuple):
     causal: query i sees keys up to i. seen: bool, broadcastable to [b, heads, queries, keys], or
     None for all. bias: likewise, of a float dtype. softcap: ``cap(x) = softcap * tanh(x /
     softcap)``, none where it is 0. sink: one more score for each head [heads], which takes its
-    share of the softmax and adds nothing.
+    share of the softmax and adds nothing. invariant: the bits of a query depend on its own keys,
+    from the first on, and on nothing beside it.
     """
 
     scale: float
@@ -83,6 +85,7 @@ class Scores(NamedTuple):
     softcap: float = 0.0
     sink: Tensor | None = None
     bias_inside_cap: bool = False
+    invariant: bool = False
 
 
 def attend(
@@ -93,7 +96,7 @@ def attend(
     of each head [heads], in the dtype of the output; -inf where there is none."""
     how, blind = _with_something_to_see(how)
     largest = None
-    if with_max or how.softcap or how.sink is not None:
+    if with_max or how.softcap or how.sink is not None or how.invariant:
         out, s = _written_out(q, k, v, how)
         if with_max:
             s = s.detach() if blind is None else s.detach().masked_fill(blind, float("-inf"))
@@ -139,7 +142,8 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
 def _written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
     """The formula in fp32, with all scores in memory, and these."""
     k, v = _spread(k, q), _spread(v, q)
-    s = q.float() @ k.float().transpose(-1, -2) * how.scale
+    product = _in_order if how.invariant else torch.matmul
+    s = product(q.float(), k.float().transpose(-1, -2)) * how.scale
     if how.bias is not None and how.bias_inside_cap:
         s = s + how.bias.float()
     if how.softcap:
@@ -151,13 +155,33 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, 
         s = s.masked_fill(hidden, float("-inf"))
     if how.seen is not None:
         s = s.masked_fill(~how.seen, float("-inf"))
+    sink = None
     if how.sink is not None:
-        extra = how.sink.float().view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
-        p = torch.cat((s, extra), -1).softmax(-1)[..., :-1]
+        sink = how.sink.float().view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
+    if how.invariant:
+        most = s.amax(-1, keepdim=True)
+        most = most if sink is None else torch.maximum(most, sink)
+        p = torch.exp(s - most)
+        total = sum_of_keys(p)[..., None]
+        p = p / (total if sink is None else total + torch.exp(sink - most))
+    elif sink is not None:
+        p = torch.cat((s, sink), -1).softmax(-1)[..., :-1]
     else:
         p = s.softmax(-1)
     p = F.dropout(p, how.dropout) if how.dropout else p
-    return (p @ v.float()).to(v.dtype), s
+    return product(p, v.float()).to(v.dtype), s
+
+
+_MOST_PRODUCTS = 1 << 24  # that lie in memory at once
+
+
+def _in_order(a: Tensor, b: Tensor) -> Tensor:
+    """a [.., m, k] @ b [.., k, n], some rows of a at a time: every sum has the order of
+    sum_of_keys."""
+    turned = b.transpose(-1, -2).unsqueeze(-3)
+    each = max(1, _MOST_PRODUCTS // max(1, turned.numel()))
+    parts = [sum_of_keys(rows.unsqueeze(-2) * turned) for rows in a.split(each, -2)]
+    return torch.cat(parts, -2)
 
 
 _OWNER = "te_mx.DotProductAttention"
@@ -189,6 +213,9 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
             head does). ``softmax_offset`` [heads] has these: None, zeros, a parameter.
         return_max_logit: also return the largest score that is seen of each head [heads], in the
             dtype of the output.
+        invariant: what a query gets has the same bits whatever other queries and sequences are
+            beside it, and however many keys that it does not see are behind those that it does
+            (docs/invariance.md). In fp32, without tensor cores: slow. The attribute may be set.
         tp_group, tp_size: ranks that share the heads, of which q, k and v hold this rank's.
         sequence_parallel: of no effect: q, k and v have all tokens.
         name: shown in errors.
@@ -218,6 +245,7 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
+        invariant: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
@@ -252,6 +280,8 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         self.softmax_scale = check_number(f"{_OWNER}: softmax_scale", softmax_scale)
         check_flag(f"{_OWNER}: return_max_logit", return_max_logit)
         self.return_max_logit = return_max_logit
+        check_flag(f"{_OWNER}: invariant", invariant)
+        self.invariant = invariant
         checks.check_name(_OWNER, name)
         self.name = name
         self.softmax_offset: Tensor | None
@@ -394,7 +424,7 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         how = Scores(
             self.softmax_scale, causal, seen, bias,
             self.attention_dropout if self.training else 0.0, softcap, sink,
-            biased == "pre_scale_bias",
+            biased == "pre_scale_bias", self.invariant,
         )  # fmt: skip
         return attend(q, k, v, how, self.return_max_logit)
 

@@ -25,7 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import te_mx
 from te_mx.distributed import ModuleParallel, quantized_all_gather, shard_codes
@@ -314,3 +318,19 @@ def case_layers_of_different_recipes():
 def _gathered_as(recipe):
     mlp = built(te_mx.LayerNormMLP, K, N, bias=False, name="mlp")
     quantized_all_gather(sharded(mlp), recipe=recipe)
+
+
+def case_a_snapshot_of_sharded_weights():
+    """Sharded by rows, by columns, by both; codes are those of the whole, gathered as codes."""
+
+    def model():
+        return nn.Sequential(*(built(te_mx.Linear, K, K, name=name) for name in "ab"))
+
+    expected = te_mx.rollout.snapshot(model(), recipe=RECIPE)
+    mesh = init_device_mesh(DEVICE, (2,))
+    split = model()
+    parallelize_module(split, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for one in (sharded(model()), split):
+        found = te_mx.rollout.snapshot(one, recipe=RECIPE)
+        assert found.keys() == expected.keys()
+        assert te_mx.rollout.digest(found) == te_mx.rollout.digest(expected)

@@ -17,11 +17,9 @@
 // asked for, nothing is rounded, and blocks share max(E - 6, 0) in place of E below. Classes 2 and
 // 3 hold the numbers themselves.
 //
-// Two more values in the place of S are for products whose rows keep their bits beside any others:
-// kByRows makes tiles of class 1 always, where every row shares the largest e of its own blocks,
-// however far the others are below; kOfWeight makes class 0 as S = 8 does, else the same. Codes
-// that become less than half the smallest are zeros (of MXFP4 all that lie more than 14 below), and
-// a row without blocks has 127. No tile is of class 2 or 3.
+// kByRows in the place of S is for products whose rows keep their bits beside any others: tiles are
+// of class 1 (without blocks 0), every row shares the largest e of its own blocks, and has 127
+// without any. Blocks that lie more than 14 below become zeros.
 //
 // Blocks of zeros keep their codes and never count. Blocks of scale 255 become code 0x7F and never
 // count.
@@ -65,7 +63,7 @@ inline constexpr int64_t kTile = 128;
 inline constexpr int64_t kScaleWords = 132;  // of one tile
 inline constexpr int kFarExponent = 190;
 inline constexpr int kMaxSpread = 8;
-inline constexpr int kByRows = 9, kOfWeight = 10;
+inline constexpr int kByRows = 9;
 
 constexpr int64_t packed_ld(int64_t k) { return (k + 15) / 16 * 16; }
 constexpr int64_t packed_tiles(int64_t rows) { return (rows + 2 * kTile - 1) / (2 * kTile) * 2; }

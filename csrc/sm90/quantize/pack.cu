@@ -28,7 +28,7 @@ Status side_of(const PackArgs& args, PackSide& side) {
   if (status != Status::ok) return status;
   const PackTask a = task_of(args);
   if (args.out.layout != Layout::tiles) return Status::unsupported;
-  if (a.spread < 0 || a.spread > kOfWeight) return Status::bad_argument;
+  if (a.spread < 0 || a.spread > kByRows) return Status::bad_argument;
   side.a = a;
   if (a.rows == 0 || a.k == 0) return Status::ok;
   if (reinterpret_cast<uintptr_t>(a.out.codes) % 16 != 0) return Status::bad_argument;

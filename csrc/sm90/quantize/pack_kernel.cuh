@@ -131,13 +131,9 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
   __syncthreads();
   const ScaleRange all = s.scales.range();
   const uint32_t exponent = all.exponent(kHeadroom<kFmt>);
-  const bool alone = a.spread > kMaxSpread;
-  const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : min(a.spread, kMaxSpread);
-  int cls = TileScales::early_class(all, spread);
-  if (alone && cls != kUndecided && !all.empty()) {
-    const bool near = all.high - all.low <= static_cast<uint32_t>(spread);
-    cls = near && a.spread == kOfWeight ? 0 : kUndecided;
-  }
+  const bool alone = a.spread == kByRows;
+  const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : a.spread;
+  int cls = alone && !all.empty() ? kUndecided : TileScales::early_class(all, spread);
   if (cls == kUndecided) {
     if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, spread, kHeadroom<kFmt>, alone);
     __syncthreads();

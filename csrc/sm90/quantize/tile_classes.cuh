@@ -86,8 +86,7 @@ struct TileScales {
 #pragma unroll
     for (int b = 0; b < 4; ++b) row.add(blocks[b][r]);
     const uint32_t none = alone ? 127u : range.exponent(headroom);
-    target[r] =
-        static_cast<uint16_t>(row.empty() ? none : ScaleRange::below(row.high, headroom));
+    target[r] = static_cast<uint16_t>(row.empty() ? none : ScaleRange::below(row.high, headroom));
     if (!row.empty() && row.high - row.low > static_cast<uint32_t>(spread)) atomicOr(&ragged, 1u);
   }
 

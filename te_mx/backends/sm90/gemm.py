@@ -13,7 +13,7 @@ from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.sm90 import binding, split_k, ways
 from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
-from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, OF_WEIGHT, packed_values
+from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Product, Ran
@@ -25,7 +25,6 @@ from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
-KEPT = f"sm90:{OF_WEIGHT}"
 _TILES, _F32 = LAYOUTS["sm90"], torch.float32
 _LARGE = 1 << 23  # elements of a result that fills the GPU without splitting k
 
@@ -241,29 +240,29 @@ class Adaptive(Kernel):
 
 class Invariant(Adaptive):
     """FP8 tensor cores, where a row of D depends on its row of lhs and on rhs alone: scales of x
-    are aligned in each row's 128 of k, those of weights in tiles where they are near each other,
-    and k is one piece. Sums of 128 products times two powers of two are added up in fp32 from left
-    to right, whatever the blocks of D are."""
+    are aligned in each row's 128 of k, those of weights in tiles as ever, and k is one piece. Sums
+    of 128 products (32 where a tile of the weight is spread) times powers of two are added up in
+    fp32 from left to right, whatever the blocks of D are."""
 
     name, invariant = "sm90_invariant", True
-    spreads = BY_ROWS, OF_WEIGHT
 
     def accepts(self, problem: Problem) -> str | None:
-        (_, lhs), (_, rhs) = map(spec_of, (problem.lhs, problem.rhs))
-        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
-        if reason is None and not (lhs.exact and (rhs.exact or rhs.name == KEPT)):
-            reason = f"takes plain operands, or weights in {KEPT}"
+        made = as_multiplied(problem)
+        lhs, rhs = spec_of(made.lhs), spec_of(made.rhs).layout
+        reason = why_not(made, "rows", "cols", "sm90")
+        if reason is None and not (lhs.layout.exact and (rhs.exact or rhs.name == _right(made))):
+            reason = f"takes x in rows and weights in {_right(made)}"
         if reason is None and problem.precision != INVARIANT:
             reason = f"is for precision 'invariant', this asks for {problem.precision!r}"
-        if reason is None and spec_of(problem.lhs).format.element.name == "e5m2":
+        if reason is None and lhs.format.element.name == "e5m2":
             reason = "aligns the rows of x in E4M3 and MXFP4, not in E5M2"
         return reason or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
-        return Wants()
+        return Wants(right=_right(problem))
 
     def note(self, problem: Problem) -> str:
-        return "scales are aligned in each row's 128 of k; docs/invariance.md has the error"
+        return "scales of x are aligned in each row's 128 of k; docs/invariance.md has the error"
 
     def configurations(self, problem: Problem) -> tuple[str, ...]:
         return ()
@@ -277,10 +276,14 @@ class Invariant(Adaptive):
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         if side == "lhs" or not operand.layout.exact:
             return operand
-        return run.convert(operand, f"{operand.format.name}@{KEPT}")
+        return run.convert(operand, f"{operand.format.name}@{_right(problem)}")
 
     def make_plan(self, problem: Problem) -> Plan:
-        return Products(self.name, problem, 1, spreads=self.spreads)
+        return Products(self.name, problem, 1, spreads=(BY_ROWS, problem.spread))
+
+
+def _right(problem: Problem) -> str:
+    return f"sm90:{problem.spread}"
 
 
 class ExactProducts:

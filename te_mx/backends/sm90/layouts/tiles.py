@@ -55,11 +55,11 @@ SCALE_WORDS = 132
 FAR_EXPONENT = 190
 MAX_SPREAD = 8
 DEFAULT_SPREAD = 8
-# In the place of a spread, for products whose rows keep their bits beside any others: every row
-# shares the largest e of its own blocks, always; or where those of a tile are too far apart for
-# one. Tiles are of class 0 or 1.
-BY_ROWS, OF_WEIGHT = 9, 10
-_FURTHEST = 24  # shifts of codes, of which nothing is left then
+# In the place of a spread, for products whose rows keep their bits beside any others: tiles are of
+# class 1, every row shares the largest e of its own blocks, and those that are this far below
+# become zeros.
+BY_ROWS = 9
+_NOTHING = 15
 EMPTY_EXPONENT = 127
 # E2M1 times 2^d is E4M3 for d from FP4_HEADROOM - FP4_SPREAD to FP4_HEADROOM.
 FP4_SPREAD, FP4_HEADROOM = 14, 6
@@ -85,7 +85,7 @@ def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, i
 
 def check_spread(spread: int) -> None:
     """Raise ValueError unless scales can be aligned over such a spread."""
-    if not 0 <= spread <= OF_WEIGHT:
+    if not 0 <= spread <= BY_ROWS:
         raise ValueError(f"te_mx: spread must be in 0..{MAX_SPREAD}, got {spread}")
 
 
@@ -95,7 +95,7 @@ class Alignment(NamedTuple):
 
     spread: int
     headroom: int
-    rows: int = 0  # BY_ROWS or OF_WEIGHT
+    by_rows: bool = False
 
 
 def is_fp4(fmt: str) -> bool:
@@ -105,10 +105,8 @@ def is_fp4(fmt: str) -> bool:
 
 def alignment(fmt: str, spread: int) -> Alignment:
     """That of a format, where its codes may be rounded over so many octaves."""
-    rows = spread if spread > MAX_SPREAD else 0
-    if is_fp4(fmt):
-        return Alignment(FP4_SPREAD, FP4_HEADROOM, rows)
-    return Alignment(min(spread, MAX_SPREAD), 0, rows)
+    how = (FP4_SPREAD, FP4_HEADROOM) if is_fp4(fmt) else (spread, 0)
+    return Alignment(*how, spread == BY_ROWS)
 
 
 def tile_element(fmt: str) -> Element:
@@ -124,8 +122,8 @@ def code_values(fmt: str) -> Tensor:
 
 @lru_cache(maxsize=8)
 def shift_table(fmt: str) -> Tensor:
-    """uint8 [25, 256]: entry [d, c] is code c times 2^-d, rounded to nearest even. Of MXFP4: the
-    code of E4M3 that is code c times 2^(6 - d), zero for d above 14.
+    """uint8 [16, 256]: entry [d, c] is code c times 2^-d, rounded to nearest even. Of MXFP4: the
+    code of E4M3 that is code c times 2^(6 - d). Zeros for d 15.
 
     NaN and infinities stay what they are, zeros keep their sign.
     """
@@ -133,16 +131,16 @@ def shift_table(fmt: str) -> Tensor:
         values = code_values(fmt).double() * 2.0**FP4_HEADROOM
         rows = [(values * 2.0**-d).to(E4M3.torch_dtype) for d in range(FP4_SPREAD + 1)]  # exact
         made = torch.stack(rows).view(torch.uint8)
-        return torch.cat([made, made.new_zeros(_FURTHEST - FP4_SPREAD, 256)])
+        return torch.cat([made, made.new_zeros(1, 256)])
     element, values = formats.get(fmt).element, code_values(fmt).double()
     finite = values.isfinite()
     magnitude = torch.where(finite, values.abs(), 0.0)
     # Positive finite codes are 0, 1, 2, ... in the order of their values.
     ladder = magnitude[:128][finite[:128]]
-    table = torch.empty(_FURTHEST + 1, 256, dtype=torch.uint8, device="cpu")
+    table = torch.empty(_NOTHING + 1, 256, dtype=torch.uint8, device="cpu")
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")
-    for d in range(_FURTHEST + 1):
-        target = magnitude * 2.0**-d
+    for d in range(_NOTHING + 1):
+        target = magnitude * (2.0**-d if d < _NOTHING else 0.0)
         exponent = torch.floor(torch.log2(target.clamp(min=2.0**-60)))
         quantum = torch.exp2(exponent.clamp(min=element.emin) - element.mantissa_bits)
         rounded = torch.round(target / quantum) * quantum  # torch.round is half to even
@@ -178,7 +176,7 @@ def _blocks(codes: Tensor, scales: Tensor, fmt: str) -> tuple[Tensor, Tensor, Te
 
 def _align(e: Tensor, counts: Tensor, how: Alignment) -> _Aligned:
     """The classes of tiles from the bytes of their blocks, and the exponents that are shared."""
-    spread, headroom, rows = how
+    spread, headroom, by_rows = how
     high, low = torch.where(counts, e, -1), torch.where(counts, e, 256)
     tile_high, tile_low = high.amax((1, 3)), low.amin((1, 3))  # [T, S]
     row_high, row_low = high.amax(3), low.amin(3)  # [T, 128, S]
@@ -191,9 +189,8 @@ def _align(e: Tensor, counts: Tensor, how: Alignment) -> _Aligned:
     cls[((row_high < 0) | (row_high - row_low <= spread)).all(1)] = 1
     cls[tile_high - tile_low <= spread] = 0
     cls[tile_high > FAR_EXPONENT] = 3
-    if rows:
-        near = tile_high - tile_low <= spread
-        cls = torch.where(near & (rows == OF_WEIGHT), 0, 1)
+    if by_rows:
+        cls = torch.ones_like(cls)
         row_e = torch.where(row_high < 0, EMPTY_EXPONENT, row_e)
     cls[empty] = 0
     return _Aligned(cls, tile_e, row_e)
@@ -235,7 +232,7 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
     target = torch.where((cls == 0)[:, None], tile_e[:, None], row_e)  # [T, 128, S]
     shifted = counts & (cls < 2)[:, None, :, None]
     d = torch.where(shifted, target[..., None] - e, 0) + how.headroom  # [T, 128, S, 4]
-    d = d.clamp(max=_FURTHEST)
+    d = d.clamp(max=_NOTHING)
     table = shift_table(fmt).to(codes.device).view(-1)
     packed = table[d[..., None] * 256 + c.long()]
     packed[(e == 255)[..., None].expand_as(packed)] = 0x7F
@@ -336,8 +333,6 @@ class SM90Tiles(Layout):
         check_spread(spread)
         self.spread = spread
         self.name = f"sm90:{spread}"
-        if spread == OF_WEIGHT:
-            self.kept_of = "rows"
 
     def takes(self, fmt: Format) -> bool:
         return takes(fmt) or takes_wide(fmt)

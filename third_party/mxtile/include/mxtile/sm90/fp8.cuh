@@ -39,9 +39,9 @@ __device__ __forceinline__ void transpose_bytes(uint32_t& a, uint32_t& b, uint32
   c = __byte_perm(ab1, cd1, 0x5410), d = __byte_perm(ab1, cd1, 0x7632);
 }
 
-// 2^-d as fp16 bits, 0 beyond fp16's range.
+// 2^-d as fp16 bits, 0 for d above 14.
 __device__ __forceinline__ uint32_t half_exp2_neg(int d) {
-  return d < 15 ? static_cast<uint32_t>(15 - d) << 10 : d < 25 ? 0x0200u >> (d - 15) : 0u;
+  return static_cast<uint32_t>(15 - min(d, 15)) << 10;
 }
 
 // fp16 2^-d for two blocks. `factors` has what they were multiplied by (bf16 2^(127 - e), or NaN)
@@ -71,9 +71,9 @@ __device__ __forceinline__ uint32_t fp8x4_specials(uint32_t codes) {
   return __vcmpgeu4(codes & 0x7F7F7F7Fu, kFp8Special<kFmt> * kEveryByte);
 }
 
-// Divides words of four codes by 2^d (e5m2: d <= 8), rounding to nearest even once; zeros, NaN and
-// infinities stay. Codes that stay normal lose d in their exponent fields; a group of words with
-// another code goes through fp16.
+// Divides words of four codes by 2^d, above 14 by infinity, rounding to nearest even once; zeros,
+// NaN and infinities stay. Codes that stay normal lose d in their exponent fields; a group of words
+// with another code goes through fp16.
 template <Fp8 kFmt>
 struct CodeShift {
   static constexpr uint32_t kStep = kFp8Step<kFmt>, kSpecial = kFp8Special<kFmt>;

@@ -1,0 +1,62 @@
+"""precision="invariant" on Hopper, with a stand-in for its native module: which kernels run, on
+which operands, and who declines."""
+
+from __future__ import annotations
+
+import as_on_hopper
+import pytest
+import torch
+
+import te_mx
+from te_mx.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
+
+RECIPES = {
+    "sm90_invariant": [MXFP8BlockScaling, MXFP4BlockScaling],
+    "sm90_blockwise": [Float8BlockScaling],
+}
+CASES = [(name, kind(precision="invariant")) for name, kinds in RECIPES.items() for kind in kinds]
+
+
+@pytest.fixture(autouse=True)
+def calls():
+    with as_on_hopper.hopper_with_groups() as calls:
+        yield calls
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_forward_alone_runs_so(name, recipe):
+    layer, x = te_mx.Linear(160, 96, bias=False), torch.randn(40, 160)
+    with te_mx.autocast(recipe=recipe):
+        y = layer(x)
+        y.square().sum().backward()
+        row = te_mx.audit(layer)["(root)"]
+        usual = "sm90_adaptive" if name == "sm90_invariant" else name
+        assert (row.fprop, row.wgrad) == (name, usual)
+        torch.testing.assert_close(y, x @ layer.weight.t(), rtol=0.5, atol=0.5)
+        te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
+        torch.testing.assert_close(layer(x[3:5]), y[3:5].detach(), rtol=1e-5, atol=1e-5)
+        assert te_mx.audit(layer)["(root)"].fprop == name
+
+
+def test_weights_lie_as_ever_and_x_is_aligned_by_itself():
+    said = te_mx.explain(m=96, n=40, k=160, precision="invariant")  # the CPU stands for it
+    assert said.kernel == "sm90_invariant"
+    assert "'invariant'" in dict(said.declined)["sm90_adaptive"]
+    recipe = MXFP8BlockScaling(precision="invariant")
+    layer = te_mx.Linear(160, 96)
+    te_mx.freeze_weights(layer, recipe=recipe)
+    with te_mx.autocast(recipe=recipe), torch.no_grad():
+        layer(torch.randn(40, 160))
+    assert "mxfp8_e4m3@sm90:8" in te_mx.audit(layer)["(root)"].lies
+
+
+def test_groups_run_one_by_one_where_the_host_knows_them(calls):
+    layer = te_mx.GroupedLinear(2, 160, 96, bias=False)
+    x = torch.randn(40, 160, requires_grad=True)
+    recipe = MXFP8BlockScaling(precision="invariant")
+    with te_mx.autocast(recipe=recipe):
+        y = layer(x, [7, 33])
+        y.square().sum().backward()
+    assert calls.count("gemm_rows") == calls.count("gemm_k") == 1  # of backward
+    expected = torch.cat([x[:7] @ layer.weight0.t(), x[7:] @ layer.weight1.t()])
+    torch.testing.assert_close(y, expected, rtol=0.5, atol=0.5)
