@@ -33,12 +33,13 @@ def is_interpreted() -> bool:
     return os.environ.get(INTERPRETED, "0") not in ("", "0")
 
 
-def why_not(problem: Problem, formats: tuple[str, ...] = MX + BLOCKWISE) -> str | None:
-    """Why no kernel of this backend runs the problem; None when one may."""
+def why_not(problem: Problem, *layouts: str) -> str | None:
+    """Why no kernel of this backend runs the problem, in plain layouts and these; None when one
+    may."""
     device = problem.place.device
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
-    reason = missing() or unknown(problem, LAYOUTS, formats)
+    reason = missing() or unknown(problem, LAYOUTS + layouts, MX + BLOCKWISE)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:

@@ -73,6 +73,7 @@ def products_of(pair: str, target: str) -> Made:
     pointers |= dict.fromkeys(("out", "bias", "aux", "gelu_in"), "*bf16")
     kind = TARGETS[target]
     words: dict[str, Any] = dict.fromkeys(_FLAGS, False) | {"BIAS": True, "GROUP": 8}
+    words |= {"MX": e8m0, "A_LOOSE": False, "B_LOOSE": False}
     words |= {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2}
     if e8m0:
         names = [{"mxfp8": "e4m3", "mxfp4": "e2m1"}[one] for one in pair.split(" x ")]
@@ -81,7 +82,7 @@ def products_of(pair: str, target: str) -> Made:
         tl = gemm.tl
         element = tl.float8e4b8 if target == "gfx942" else tl.float8e4nv
         words |= {"A": element, "B": element, "A_HEIGHT": 1, "B_HEIGHT": 128}
-    return _made(pair, target, gemm.gemm_mx if e8m0 else gemm.gemm_blockwise, words, pointers, kind)
+    return _made(pair, target, gemm.gemm, words, pointers, kind)
 
 
 def quantizer_of(fmt: str, rule: str, target: str) -> Made:

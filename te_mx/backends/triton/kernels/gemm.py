@@ -59,17 +59,26 @@ def tile_of(pid, m, n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _packed(codes, ROWS: tl.constexpr, K: tl.constexpr):
+    """Codes of 4 bits, one a byte [ROWS, K], as two a byte."""
+    low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
 def multiply_mx(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
-    A: tl.constexpr, B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr, B_LOOSE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements."""
-    A_PACK: tl.constexpr = 2 if A == "e2m1" else 1
-    B_PACK: tl.constexpr = 2 if B == "e2m1" else 1
+    """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements; LOOSE:
+    those of 4 bits lie one a byte."""
+    A_PACK: tl.constexpr = 2 if A == "e2m1" and not A_LOOSE else 1
+    B_PACK: tl.constexpr = 2 if B == "e2m1" and not B_LOOSE else 1
     ka, kb, ks = tl.arange(0, BK // A_PACK), tl.arange(0, BK // B_PACK), tl.arange(0, BK // 32)
     r64, c64 = r.to(tl.int64), c.to(tl.int64)
     a_at = a + r64[:, None] * a_row + ka[None, :] * a_k
-    b_at = b + c64[None, :] * b_row + kb[:, None] * b_k
+    b_at = b + c64[:, None] * b_row + kb[None, :] * b_k
     as_at = a_scales + r64[:, None] * as_row + ks[None, :] * as_k
     bs_at = b_scales + c64[:, None] * bs_row + ks[None, :] * bs_k
     a_width, b_width, blocks = tl.cdiv(k, A_PACK), tl.cdiv(k, B_PACK), tl.cdiv(k, 32)
@@ -79,12 +88,16 @@ def multiply_mx(
             a_at, mask=(r < m)[:, None] & (ka < a_width - step * (BK // A_PACK))[None, :], other=0
         )
         right = tl.load(
-            b_at, mask=(c < n)[None, :] & (kb < b_width - step * (BK // B_PACK))[:, None], other=0
+            b_at, mask=(c < n)[:, None] & (kb < b_width - step * (BK // B_PACK))[None, :], other=0
         )
+        if A_LOOSE:
+            left = _packed(left, BM, BK)
+        if B_LOOSE:
+            right = _packed(right, BN, BK)
         known = (ks < blocks - step * (BK // 32))[None, :]
         left_scales = tl.load(as_at, mask=(r < m)[:, None] & known, other=0)
         right_scales = tl.load(bs_at, mask=(c < n)[:, None] & known, other=0)
-        total = tl.dot_scaled(left, left_scales, A, right, right_scales, B, total)
+        total = tl.dot_scaled(left, left_scales, A, tl.trans(right), right_scales, B, total)
         a_at += BK // A_PACK * a_k
         b_at += BK // B_PACK * b_k
         as_at += BK // 32 * as_k
@@ -122,36 +135,40 @@ def multiply_blockwise(
 
 
 @triton.jit
-def gemm_mx(
-    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k, a_row, a_k, b_row, b_k, as_row,
-    as_k, bs_row, bs_k, A: tl.constexpr, B: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr,
-    DGELU: tl.constexpr, ERF: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+def multiply(
+    a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """MX formats."""
-    down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
-    r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
-    total = multiply_mx(
-        a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-        bs_k, A, B, BM, BN, BK,
-    )
-    finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)
+    """The sums of a tile, of either family."""
+    if MX:
+        return multiply_mx(
+            a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
+            bs_k, A, B, A_LOOSE, B_LOOSE, BM, BN, BK,
+        )
+    else:
+        return multiply_blockwise(
+            a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
+            bs_k, A, B, A_HEIGHT, B_HEIGHT, BM, BN, BK,
+        )
 
 
 @triton.jit
-def gemm_blockwise(
-    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k, a_row, a_k, b_row, b_k, as_row,
-    as_k, bs_row, bs_k, A: tl.constexpr, B: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr,
-    DGELU: tl.constexpr, ERF: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+def gemm(
+    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k,
+    a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr, DGELU: tl.constexpr,
+    ERF: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Blockwise FP8."""
+    """One product."""
     down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
     r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
-    total = multiply_blockwise(
+    total = multiply(
         a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-        bs_k, A, B, A_HEIGHT, B_HEIGHT, BM, BN, BK,
+        bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_HEIGHT, B_HEIGHT, BM, BN, BK,
     )
     finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)
