@@ -25,10 +25,10 @@ _TILES = {
 _FEW_ROWS, _GROUP = 32, 8
 
 
-def dtype_of(operand: Operand | Stack) -> Any:
+def dtype_of(operand: Operand | Stack, decoded: str) -> Any:
     """The element as multiply_mx or multiply_blockwise know it."""
     element, scale = operand.format.element, operand.format.scaling.scale
-    if scale == "e8m0":
+    if scale != "fp32" or decoded:
         return element.name
     tl = binding.kernels("gemm").tl
     return {
@@ -50,14 +50,17 @@ def strides(operand: Operand | Stack) -> tuple[int, ...]:
 
 def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, few: bool) -> dict[str, Any]:
     """What kernels ask of two operands."""
-    mx = lhs.format.scaling.scale == "e8m0"
+    mx = lhs.format.scaling.scale != "fp32"
+    decoded = binding.decoded(lhs.format, rhs.format, lhs.codes.device)
     bm, bn, bk, warps, stages = _TILES[mx, few]
     a_row, a_k, as_row, as_k = strides(lhs)
     b_row, b_k, bs_row, bs_k = strides(rhs)
     return {
-        "MX": mx, "A_LOOSE": _is_loose(lhs), "B_LOOSE": _is_loose(rhs),
+        "MX": mx, "DECODED": decoded, "A_BLOCK": lhs.format.block, "B_BLOCK": rhs.format.block,
+        "A_LOOSE": _is_loose(lhs), "B_LOOSE": _is_loose(rhs),
         "a_row": a_row, "a_k": a_k, "b_row": b_row, "b_k": b_k, "as_row": as_row, "as_k": as_k,
-        "bs_row": bs_row, "bs_k": bs_k, "A": dtype_of(lhs), "B": dtype_of(rhs),
+        "bs_row": bs_row, "bs_k": bs_k, "A": dtype_of(lhs, decoded),
+        "B": dtype_of(rhs, decoded),
         "A_HEIGHT": lhs.format.scaling.block[0], "B_HEIGHT": rhs.format.scaling.block[0],
         "BM": bm, "BN": bn, "BK": bk, "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
@@ -69,7 +72,9 @@ def why_not_pair(problem: Problem, *layouts: str) -> str | None:
     if reason is not None:
         return reason
     lhs, rhs = spec_of(problem.lhs).format, spec_of(problem.rhs).format
-    if lhs.scaling.scale != rhs.scaling.scale or lhs.transform != rhs.transform:
+    if (lhs.scaling.scale == "fp32") != (rhs.scaling.scale == "fp32") or (
+        lhs.transform != rhs.transform
+    ):
         return f"multiplies formats of one family, not {lhs} and {rhs}"
     fnuz = ["fnuz" in one.element.name for one in (lhs, rhs)]
     if fnuz[0] != fnuz[1]:
@@ -83,6 +88,8 @@ class TritonGemm(Kernel):
     op, name, rank = "gemm", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
+        if problem.rhs.startswith("nvfp4_rows"):
+            return "takes tensor scales by rows on the left alone"
         return why_not_pair(problem)
 
     def wants(self, problem: Problem) -> Wants:
@@ -101,7 +108,7 @@ class TritonGemm(Kernel):
             _or(aux, out), _or(gelu_in, out), m, n, p.lhs.k, **words,
             BIAS=bias is not None, AUX=aux is not None,
             GELU=gelu is not None and gelu_in is None, DGELU=gelu_in is not None,
-            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP,
+            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP, **_wholes(p),
         )  # fmt: skip
         sums = None
         if bias_grad == "result":
@@ -113,6 +120,18 @@ class TritonGemm(Kernel):
         if aux is not None and p.aux is not None and aux is not p.aux:
             p.aux.copy_(aux)
         return Ran(self.name, sums)
+
+
+def _wholes(p: Product) -> dict[str, Any]:
+    """The tensor scales of both sides, where one has any."""
+    a, b = p.lhs.tensor_scale, p.rhs.tensor_scale
+    if a is None and b is None:
+        return {}
+    one = torch.ones((), device=p.out.device)
+    return {
+        "a_whole": one if a is None else a.contiguous(), "b_whole": one if b is None else b,
+        "by_rows": int(a is not None and a.dim() > 0), "WHOLE": True,
+    }  # fmt: skip
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

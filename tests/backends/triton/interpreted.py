@@ -101,7 +101,7 @@ def test_products():
                     error = (mine.double() - other.double()).norm() / other.double().norm()
                     assert error < (2e-6 if mine.dtype == torch.float32 else 4e-3), (a, b, epilogue)
     for off in cases.products(CPU):
-        assert off.right and (off.kernel == "triton" or "nvfp4" in off.name), off
+        assert off.right and off.kernel == "triton", off
 
 
 def test_groups():
@@ -113,7 +113,10 @@ def test_groups():
         ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp4", "mxfp4"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
     ):  # fmt: skip
         rule = get(fmt).scaling.rules[0]
-        for groups in (Groups(torch.tensor([40, 40, 190])), Groups(torch.tensor([40, 64, 190]), 64)):
+        for groups in (
+            Groups(torch.tensor([40, 40, 190])),
+            Groups(torch.tensor([40, 64, 190]), 64),
+        ):
             rows = 200
             x, g = torch.randn(rows, k), torch.randn(rows, n)
             asked = [

@@ -24,7 +24,8 @@ def gemm_rows(
     a, a_scales, b, b_scales, out, bias, starts, ends, groups, m, n, k,
     a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, b_group, bs_group,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
-    B_LOOSE: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
 ):
     """Rows of each group times its weight, + its bias. m: slots of BM rows, times BM."""
@@ -35,8 +36,8 @@ def gemm_rows(
         which = group.to(tl.int64)
         total = multiply(
             a, a_scales, b + which * b_group, b_scales + which * bs_group, r, c, end, n, k, a_row,
-            a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_HEIGHT,
-            B_HEIGHT, BM, BN, BK,
+            a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK,
+            B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
         )
         finish(
             total, out, bias + which * n, out, out, r, c, end, n, BIAS, False, False, False, False,
@@ -49,7 +50,8 @@ def gemm_k(
     a, a_scales, b, b_scales, out, starts, ends, m, n,
     a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
-    B_LOOSE: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr,
     ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):
@@ -62,7 +64,7 @@ def gemm_k(
     total = multiply(
         a + start * a_k, a_scales + first * as_k, b + start * b_k, b_scales + first * bs_k, r, c,
         m, n, (end - start).to(tl.int32), a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A,
-        B, A_LOOSE, B_LOOSE, A_HEIGHT, B_HEIGHT, BM, BN, BK,
+        B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
     )
     out += group.to(tl.int64) * m * n
     finish(total, out, out, out, out, r, c, m, n, False, False, False, False, False, ACCUMULATE)

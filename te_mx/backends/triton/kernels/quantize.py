@@ -14,7 +14,6 @@ from te_mx.backends.triton.kernels.encode import (
     rounded,
     scale_byte,
 )
-
 from te_mx.backends.triton.kernels.grouped import place_of
 
 
