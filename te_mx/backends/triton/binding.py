@@ -12,10 +12,12 @@ import torch
 
 from te_mx.backends.native import BLOCKWISE, unknown
 from te_mx.dispatch.problem import MOST, Problem
+from te_mx.formats import Format
 from te_mx.formats.element import Element
 
 NAME, RANK = "triton", 500
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
+NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # for products of single matrices
 LAYOUTS = ("rows", "cols")
 # Interpreted kernels run on CPU tensors, for tests.
 INTERPRETED = "TRITON_INTERPRET"
@@ -33,12 +35,14 @@ def is_interpreted() -> bool:
     return os.environ.get(INTERPRETED, "0") not in ("", "0")
 
 
-def why_not(problem: Problem, formats: tuple[str, ...] = MX + BLOCKWISE) -> str | None:
-    """Why no kernel of this backend runs the problem; None when one may."""
+def why_not(problem: Problem, *layouts: str) -> str | None:
+    """Why no kernel of this backend runs the problem, in plain layouts and these; None when one
+    may."""
     device = problem.place.device
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
-    reason = missing() or unknown(problem, LAYOUTS, formats)
+    formats = MX + BLOCKWISE + (NVFP4 if problem.op == "gemm" else ())
+    reason = missing() or unknown(problem, LAYOUTS + layouts, formats)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:
@@ -58,6 +62,21 @@ def element_of(element: Element) -> dict[str, int]:
         "MAX_BITS": element.max_bits, "MIN_BITS": element.min_bits,
         "NAN_CODE": element.nan_code or 0,
     }  # fmt: skip
+
+
+def decoded(lhs: Format, rhs: Format, device: torch.device) -> str:
+    """As which dtype a product multiplies values that the kernel makes, where a GPU has no such FP8
+    or Triton no block scales of E4M3; its interpreter cannot multiply bf16. "" for none."""
+    blocks = {lhs.block, rhs.block}
+    if is_interpreted():
+        return "fp32" if 16 in blocks else ""
+    fnuz = "fnuz" in lhs.element.name + rhs.element.name
+    if torch.version.hip is not None:
+        old = "gfx94" in torch.cuda.get_device_properties(device).gcnArchName
+        return "bf16" if 16 in blocks or (128 in blocks and old != fnuz) else ""
+    capability = torch.cuda.get_device_capability(device)
+    known = capability >= (10, 0) if blocks == {16} else len(blocks) == 1 and not fnuz
+    return "" if known and capability >= (8, 9) else "bf16"
 
 
 @lru_cache(maxsize=64)

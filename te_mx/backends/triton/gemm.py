@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import why_not_dtype
-from te_mx.backends.native import BLOCKWISE
 from te_mx.backends.triton import binding
-from te_mx.backends.triton.binding import MX, NAME, RANK, cdiv
+from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
@@ -26,10 +25,10 @@ _TILES = {
 _FEW_ROWS, _GROUP = 32, 8
 
 
-def dtype_of(operand: Operand | Stack) -> Any:
+def dtype_of(operand: Operand | Stack, decoded: str) -> Any:
     """The element as multiply_mx or multiply_blockwise know it."""
     element, scale = operand.format.element, operand.format.scaling.scale
-    if scale == "e8m0":
+    if scale != "fp32" or decoded:
         return element.name
     tl = binding.kernels("gemm").tl
     return {
@@ -38,36 +37,45 @@ def dtype_of(operand: Operand | Stack) -> Any:
     }[element.name]  # fmt: skip
 
 
+def _is_loose(operand: Operand | Stack) -> bool:
+    """Whether codes of 4 bits lie one a byte."""
+    return operand.format.element.bits == 4 and operand.layout.k_first
+
+
 def strides(operand: Operand | Stack) -> tuple[int, ...]:
     """How far apart rows and k lie, of codes (bytes) and of scales."""
     step = -1 if operand.layout.k_first else 1
     return operand.codes.stride()[-2:][::step] + operand.scales.stride()[-2:][::step]
 
 
-def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, few: bool) -> tuple[str, dict[str, Any]]:
-    """The family of two operands, and what its kernels ask of them."""
-    mx = lhs.format.scaling.scale == "e8m0"
+def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, few: bool) -> dict[str, Any]:
+    """What kernels ask of two operands."""
+    mx = lhs.format.scaling.scale != "fp32"
+    decoded = binding.decoded(lhs.format, rhs.format, lhs.codes.device)
     bm, bn, bk, warps, stages = _TILES[mx, few]
     a_row, a_k, as_row, as_k = strides(lhs)
     b_row, b_k, bs_row, bs_k = strides(rhs)
-    return "mx" if mx else "blockwise", {
+    return {
+        "MX": mx, "DECODED": decoded, "A_BLOCK": lhs.format.block, "B_BLOCK": rhs.format.block,
+        "A_LOOSE": _is_loose(lhs), "B_LOOSE": _is_loose(rhs),
         "a_row": a_row, "a_k": a_k, "b_row": b_row, "b_k": b_k, "as_row": as_row, "as_k": as_k,
-        "bs_row": bs_row, "bs_k": bs_k, "A": dtype_of(lhs), "B": dtype_of(rhs),
+        "bs_row": bs_row, "bs_k": bs_k, "A": dtype_of(lhs, decoded),
+        "B": dtype_of(rhs, decoded),
         "A_HEIGHT": lhs.format.scaling.block[0], "B_HEIGHT": rhs.format.scaling.block[0],
         "BM": bm, "BN": bn, "BK": bk, "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 
 
-def why_not_pair(problem: Problem) -> str | None:
+def why_not_pair(problem: Problem, *layouts: str) -> str | None:
     """Why no kernel multiplies two formats or writes a dtype; None when one does."""
-    reason = binding.why_not(problem, MX + BLOCKWISE) or why_not_dtype(problem, "writes")
+    reason = binding.why_not(problem, *layouts) or why_not_dtype(problem, "writes")
     if reason is not None:
         return reason
-    (lhs, left), (rhs, right) = spec_of(problem.lhs), spec_of(problem.rhs)
-    if lhs.scaling.scale != rhs.scaling.scale or lhs.transform != rhs.transform:
+    lhs, rhs = spec_of(problem.lhs).format, spec_of(problem.rhs).format
+    if (lhs.scaling.scale == "fp32") != (rhs.scaling.scale == "fp32") or (
+        lhs.transform != rhs.transform
+    ):
         return f"multiplies formats of one family, not {lhs} and {rhs}"
-    if any(f.element.bits == 4 and at.k_first for f, at in ((lhs, left), (rhs, right))):
-        return "reads codes of 4 bits two a byte along k, which layout cols has not"
     fnuz = ["fnuz" in one.element.name for one in (lhs, rhs)]
     if fnuz[0] != fnuz[1]:
         return f"multiplies elements of one kind, not {lhs} and {rhs}"
@@ -80,6 +88,8 @@ class TritonGemm(Kernel):
     op, name, rank = "gemm", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
+        if problem.rhs.startswith("nvfp4_rows"):
+            return "takes tensor scales by rows on the left alone"
         return why_not_pair(problem)
 
     def wants(self, problem: Problem) -> Wants:
@@ -87,19 +97,18 @@ class TritonGemm(Kernel):
 
     def run(self, p: Product) -> Ran:
         (bias, gelu, gelu_in, bias_grad, accumulate), (m, n) = p.epilogue, p.out.shape
-        family, words = multiplied(p.lhs, p.rhs, m <= _FEW_ROWS)
+        words = multiplied(p.lhs, p.rhs, m <= _FEW_ROWS)
         # Sums over the rows of a result that is not rounded yet need it in fp32.
         whole = bias_grad == "result" and (p.out.dtype != torch.float32 or accumulate)
         direct = p.out.is_contiguous() and not whole
         out = p.out if direct else torch.empty_like(p.out, dtype=torch.float32).contiguous()
         aux = None if p.aux is None else p.aux.contiguous()  # its own memory, or room for it
-        kernel = getattr(binding.kernels("gemm"), f"gemm_{family}")
-        kernel[(cdiv(m, words["BM"]) * cdiv(n, words["BN"]),)](
+        binding.kernels("gemm").gemm[(cdiv(m, words["BM"]) * cdiv(n, words["BN"]),)](
             p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, _or(bias, out),
             _or(aux, out), _or(gelu_in, out), m, n, p.lhs.k, **words,
             BIAS=bias is not None, AUX=aux is not None,
             GELU=gelu is not None and gelu_in is None, DGELU=gelu_in is not None,
-            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP,
+            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP, **_wholes(p),
         )  # fmt: skip
         sums = None
         if bias_grad == "result":
@@ -111,6 +120,18 @@ class TritonGemm(Kernel):
         if aux is not None and p.aux is not None and aux is not p.aux:
             p.aux.copy_(aux)
         return Ran(self.name, sums)
+
+
+def _wholes(p: Product) -> dict[str, Any]:
+    """The tensor scales of both sides, where one has any."""
+    a, b = p.lhs.tensor_scale, p.rhs.tensor_scale
+    if a is None and b is None:
+        return {}
+    one = torch.ones((), device=p.out.device)
+    return {
+        "a_whole": one if a is None else a.contiguous(), "b_whole": one if b is None else b,
+        "by_rows": int(a is not None and a.dim() > 0), "WHOLE": True,
+    }  # fmt: skip
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

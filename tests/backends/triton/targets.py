@@ -1,14 +1,20 @@
 """Every Triton kernel compiled for every target, with no GPU, and the instruction that multiplies
-looked for in what comes out. usage: python tests/backends/triton/targets.py [write]
+looked for in what comes out. usage: python tests/backends/triton/targets.py write | <target> ..
 
-`write` puts the table into docs/devices.md. What was compiled is kept in Triton's cache.
+`write` puts the table into docs/devices.md, with which targets are compared. What was compiled is
+kept in Triton's cache.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(sys.prefix, "aside_triton")))
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,10 +30,11 @@ TARGETS = {
     "sm_103": GPUTarget("cuda", 103, 32), "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
 }  # fmt: skip
-PAIRS = ("mxfp8 x mxfp8", "mxfp8 x mxfp4", "mxfp4 x mxfp4", "blockwise")
+PAIRS = ("mxfp8 x mxfp8", "mxfp8 x mxfp4", "mxfp4 x mxfp4", "nvfp4 x nvfp4", "blockwise")
 _PRODUCTS = re.compile(r"tcgen05\.mma\S*|wgmma\.mma_async\S*|mma\.sync\S*|v_mfma_\w+|v_wmma_\w+")
-_BLOCK_SCALED = re.compile(r"block_scale|mfma_scale|mxf8f6f4|mxf4")
-_POINTER = {"x": "*bf16", "out": "*bf16", "row_scales": "*u8", "col_scales": "*u8"}
+_BLOCK_SCALED, _FP8 = re.compile(r"block_scale|mfma_scale"), re.compile(r"e4m3|fp8|f8f6f4")
+_PAGE = Path(__file__).parents[3] / "docs" / "devices.md"
+_MARKS = "<!-- tests/backends/triton/targets.py -->", "<!-- end -->"
 _FLAGS = ("BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE")
 
 
@@ -41,17 +48,19 @@ class Made(NamedTuple):
 
     @property
     def how(self) -> str:
+        """What multiplies: block scales, FP8 or bf16."""
         if self.error:
             return "does not compile"
         if any(_BLOCK_SCALED.search(one) for one in self.products):
-            return "compiled, not run"
-        fp8 = any(re.search(r"e4m3|fp8", one) for one in self.products)
-        return "FP8 inside, compiled, not run" if fp8 else "bf16 inside, compiled, not run"
+            return "block scales"
+        return "FP8" if any(_FP8.search(one) for one in self.products) else "bf16 inside"
 
 
 def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: GPUTarget) -> Any:
     """Code of a kernel: pointers and constants by name, all other arguments are int32."""
     names = fn.arg_names
+    given = inspect.signature(fn.fn).parameters.values()
+    words = {p.name: p.default for p in given if p.default is not p.empty} | words
     of = {n: "constexpr" if n in words else pointers.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if of[n] != "constexpr"}
     constants = {(names.index(n),): value for n, value in words.items() if n in names}
@@ -73,15 +82,21 @@ def products_of(pair: str, target: str) -> Made:
     pointers |= dict.fromkeys(("out", "bias", "aux", "gelu_in"), "*bf16")
     kind = TARGETS[target]
     words: dict[str, Any] = dict.fromkeys(_FLAGS, False) | {"BIAS": True, "GROUP": 8}
+    words |= {"MX": e8m0, "A_LOOSE": False, "B_LOOSE": False}
+    block = 16 if "nvfp4" in pair else 32
+    without = target == "sm_80" or (block == 16 and not target.startswith("sm_1"))
+    words |= {"A_BLOCK": block, "B_BLOCK": block, "DECODED": "bf16" if e8m0 and without else ""}
     words |= {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2}
     if e8m0:
-        names = [{"mxfp8": "e4m3", "mxfp4": "e2m1"}[one] for one in pair.split(" x ")]
+        names = ["e4m3" if one == "mxfp8" else "e2m1" for one in pair.split(" x ")]
         words |= {"A": names[0], "B": names[1], "A_HEIGHT": 1, "B_HEIGHT": 1}
     else:
         tl = gemm.tl
         element = tl.float8e4b8 if target == "gfx942" else tl.float8e4nv
         words |= {"A": element, "B": element, "A_HEIGHT": 1, "B_HEIGHT": 128}
-    return _made(pair, target, gemm.gemm_mx if e8m0 else gemm.gemm_blockwise, words, pointers, kind)
+        if target == "sm_80":
+            words |= {"A": "e4m3", "B": "e4m3", "DECODED": "bf16"}
+    return _made(pair, target, gemm.gemm, words, pointers, kind)
 
 
 def quantizer_of(fmt: str, rule: str, target: str) -> Made:
@@ -106,21 +121,46 @@ def _made(
     try:
         found = compiled(fn, words, pointers, kind)
     except Exception as error:  # a compiler may fail in any way: the table says so
-        return Made(name, target, (), f"{type(error).__name__}: {str(error)[:200]}")
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return Made(name, target, (), f"{type(error).__name__}: {str(error)[-300:]}")
     text = found.asm["ptx" if kind.backend == "cuda" else "amdgcn"]
     return Made(name, target, tuple(sorted(set(_PRODUCTS.findall(text)))))
 
 
-def everything() -> Iterator[Made]:
-    for target in TARGETS:
-        for pair in PAIRS:
-            yield products_of(pair, target)
-        for fmt, rule in (
-            ("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("fp8_e4m3_1x128", "pow2"),
-        ):  # fmt: skip
-            yield quantizer_of(fmt, rule, target)
+def products(targets: Iterable[str] = TARGETS) -> list[Made]:
+    return [products_of(pair, target) for target in targets for pair in PAIRS]
+
+
+def quantizers_of(target: str) -> list[Made]:
+    ways = ("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("fp8_e4m3_1x128", "pow2")
+    return [quantizer_of(fmt, rule, target) for fmt, rule in ways]
+
+
+def row(target: str) -> str:
+    """The line of the page of a target, after compiling for it."""
+    return f"| {target} | {' | '.join(one.how for one in products([target]))} |"
+
+
+def written() -> list[str]:
+    """The lines that the page has."""
+    text = _PAGE.read_text()
+    return text[text.index(_MARKS[0]) : text.index(_MARKS[1])].splitlines()[1:]
+
+
+def write() -> None:
+    text = _PAGE.read_text()
+    head = [f"| Triton 3.9 for | {' | '.join(PAIRS)} |", "|---|" + "---|" * len(PAIRS)]
+    lines = "\n".join([_MARKS[0], *head, *map(row, TARGETS), _MARKS[1]])
+    start, end = text.index(_MARKS[0]), text.index(_MARKS[1]) + len(_MARKS[1])
+    _PAGE.write_text(text[:start] + lines + text[end:])
 
 
 if __name__ == "__main__":
-    for made in everything():
-        print(made.kernel, made.target, made.how, *made.products, made.error)
+    if sys.argv[1:] == ["write"]:
+        write()
+    for target in sys.argv[1:] if sys.argv[1:] != ["write"] else ():
+        made = products([target]) + quantizers_of(target)
+        print(*(f"{one.kernel}: {one.how} {one.error}" for one in made), sep="\n")
+        assert not any(one.error for one in made)
+        assert row(target) in written(), f"{row(target)} is not what docs/devices.md has"

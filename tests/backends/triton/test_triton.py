@@ -17,10 +17,18 @@ TRITON = pytest.mark.skipif(not _found, reason="Triton is not installed")
 
 
 @TRITON
-@pytest.mark.parametrize("case", ["bytes", "products", "modules"])
+@pytest.mark.parametrize("case", ["bytes", "products", "groups", "modules"])
 def test_interpreted(case):
     made = run_file(HERE / "interpreted.py", case, TRITON_INTERPRET="1", TE_MX_BACKEND="triton")
     assert made.returncode == 0, made.stderr[-3000:]
+
+
+@TRITON
+@pytest.mark.parametrize("some", ["sm_80 sm_89 sm_90", "sm_100 sm_103 sm_120", "gfx942 gfx950"])
+def test_targets(some):
+    """All kernels compile, and multiply by what docs/devices.md says."""
+    made = run_file(HERE / "targets.py", *some.split(), TRITON_INTERPRET="0")
+    assert made.returncode == 0, made.stderr[-3000:] + made.stdout
 
 
 def test_without_triton_kernels_say_what_is_missing():

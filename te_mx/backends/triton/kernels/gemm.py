@@ -6,7 +6,7 @@ D[m, n] = epilogue(A[m, k] @ B[n, k]^T), fp32 sums. Tails of k are zeros.
 import triton
 import triton.language as tl
 
-from te_mx.backends.triton.kernels.encode import rounded
+from te_mx.backends.triton.kernels.encode import as_bits, as_float, power_of_two, rounded
 
 
 @triton.jit
@@ -59,36 +59,103 @@ def tile_of(pid, m, n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _decoded(codes, ELEMENT: tl.constexpr):
+    """fp32 of codes, exact; NaN codes stand beside scales that are NaN."""
+    BITS: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
+    FNUZ: tl.constexpr = ELEMENT == "e4m3fnuz" or ELEMENT == "e5m2fnuz"
+    E4M3: tl.constexpr = ELEMENT == "e4m3" or ELEMENT == "e4m3fnuz"
+    MANTISSA_BITS: tl.constexpr = 1 if BITS == 4 else 3 if E4M3 else 2
+    OF_FN: tl.constexpr = 126 if BITS == 4 else 120 if E4M3 else 112
+    FACTOR: tl.constexpr = OF_FN - 1 if FNUZ else OF_FN
+    code = codes.to(tl.int32)
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    bits = ((code & SIGN) << (32 - BITS)) | ((code & (SIGN - 1)) << (23 - MANTISSA_BITS))
+    return as_float(bits) * power_of_two(tl.zeros_like(bits) + FACTOR)
+
+
+@triton.jit
+def values(
+    codes, scales, ELEMENT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr,
+):
+    """fp32 [ROWS, K] of codes times the scales of their blocks."""
+    if PACKED:
+        codes = tl.reshape(tl.join(codes & 15, codes >> 4), (ROWS, K))
+    scale = scales.to(tl.int32)
+    if BLOCK == 16:
+        nan = scale == 127
+        factor = _decoded(scale, "e4m3")
+    else:
+        nan = scale == 255
+        factor = power_of_two(scale - 127)
+    factor = as_float(tl.where(nan, 0x7FC00000, as_bits(factor)))
+    made = tl.reshape(_decoded(codes, ELEMENT), (ROWS, K // BLOCK, BLOCK)) * factor[:, :, None]
+    return tl.reshape(made, (ROWS, K))
+
+
+@triton.jit
+def _packed(codes, ROWS: tl.constexpr, K: tl.constexpr):
+    """Codes of 4 bits, one a byte [ROWS, K], as two a byte."""
+    low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
 def multiply_mx(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
-    A: tl.constexpr, B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr, B_LOOSE: tl.constexpr,
+    A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr,
+    DECODED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements."""
-    A_PACK: tl.constexpr = 2 if A == "e2m1" else 1
-    B_PACK: tl.constexpr = 2 if B == "e2m1" else 1
-    ka, kb, ks = tl.arange(0, BK // A_PACK), tl.arange(0, BK // B_PACK), tl.arange(0, BK // 32)
+    """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements; LOOSE:
+    those of 4 bits lie one a byte. Scales of blocks of 32 are E8M0, of 16 E4M3. DECODED:
+    "bf16", in which values that kernels make are exact, "fp32" in the interpreter, or ""."""
+    A_PACK: tl.constexpr = 2 if A == "e2m1" and not A_LOOSE else 1
+    B_PACK: tl.constexpr = 2 if B == "e2m1" and not B_LOOSE else 1
+    ka, kb = tl.arange(0, BK // A_PACK), tl.arange(0, BK // B_PACK)
+    kas, kbs = tl.arange(0, BK // A_BLOCK), tl.arange(0, BK // B_BLOCK)
     r64, c64 = r.to(tl.int64), c.to(tl.int64)
     a_at = a + r64[:, None] * a_row + ka[None, :] * a_k
-    b_at = b + c64[None, :] * b_row + kb[:, None] * b_k
-    as_at = a_scales + r64[:, None] * as_row + ks[None, :] * as_k
-    bs_at = b_scales + c64[:, None] * bs_row + ks[None, :] * bs_k
-    a_width, b_width, blocks = tl.cdiv(k, A_PACK), tl.cdiv(k, B_PACK), tl.cdiv(k, 32)
+    b_at = b + c64[:, None] * b_row + kb[None, :] * b_k
+    as_at = a_scales + (r64 // A_HEIGHT)[:, None] * as_row + kas[None, :] * as_k
+    bs_at = b_scales + (c64 // B_HEIGHT)[:, None] * bs_row + kbs[None, :] * bs_k
+    a_width, b_width = tl.cdiv(k, A_PACK), tl.cdiv(k, B_PACK)
+    a_blocks, b_blocks = tl.cdiv(k, A_BLOCK), tl.cdiv(k, B_BLOCK)
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, tl.cdiv(k, BK)):
         left = tl.load(
             a_at, mask=(r < m)[:, None] & (ka < a_width - step * (BK // A_PACK))[None, :], other=0
         )
         right = tl.load(
-            b_at, mask=(c < n)[None, :] & (kb < b_width - step * (BK // B_PACK))[:, None], other=0
+            b_at, mask=(c < n)[:, None] & (kb < b_width - step * (BK // B_PACK))[None, :], other=0
         )
-        known = (ks < blocks - step * (BK // 32))[None, :]
-        left_scales = tl.load(as_at, mask=(r < m)[:, None] & known, other=0)
-        right_scales = tl.load(bs_at, mask=(c < n)[:, None] & known, other=0)
-        total = tl.dot_scaled(left, left_scales, A, right, right_scales, B, total)
+        left_scales = tl.load(
+            as_at, mask=(r < m)[:, None] & (kas < a_blocks - step * (BK // A_BLOCK))[None, :],
+            other=0,
+        )
+        right_scales = tl.load(
+            bs_at, mask=(c < n)[:, None] & (kbs < b_blocks - step * (BK // B_BLOCK))[None, :],
+            other=0,
+        )
+        if DECODED != "":
+            left = values(left, left_scales, A, A_PACK == 2, A_BLOCK, BM, BK)
+            right = values(right, right_scales, B, B_PACK == 2, B_BLOCK, BN, BK)
+            if DECODED == "bf16":
+                left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+        else:
+            if A_LOOSE:
+                left = _packed(left, BM, BK)
+            if B_LOOSE:
+                right = _packed(right, BN, BK)
+            if A_BLOCK == 16:
+                left_scales = left_scales.to(tl.float8e4nv, bitcast=True)
+                right_scales = right_scales.to(tl.float8e4nv, bitcast=True)
+            total = tl.dot_scaled(left, left_scales, A, tl.trans(right), right_scales, B, total)
         a_at += BK // A_PACK * a_k
         b_at += BK // B_PACK * b_k
-        as_at += BK // 32 * as_k
-        bs_at += BK // 32 * bs_k
+        as_at += BK // A_BLOCK * as_k
+        bs_at += BK // B_BLOCK * bs_k
     return total
 
 
@@ -96,9 +163,10 @@ def multiply_mx(
 def multiply_blockwise(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     A: tl.constexpr, B: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DECODED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """The same of fp32 scales, one for 128 of k and A_HEIGHT or B_HEIGHT rows. A, B: dtypes."""
+    """The same of fp32 scales, one for 128 of k and A_HEIGHT or B_HEIGHT rows. A, B: dtypes, or
+    elements where these are decoded."""
     ks = tl.arange(0, BK)
     r64, c64 = r.to(tl.int64), c.to(tl.int64)
     a_at = a + r64[:, None] * a_row + ks[None, :] * a_k
@@ -112,7 +180,10 @@ def multiply_blockwise(
         right = tl.load(b_at, mask=(c < n)[None, :] & inside[:, None], other=0)
         left_scales = tl.load(as_at, mask=r < m, other=0.0)
         right_scales = tl.load(bs_at, mask=c < n, other=0.0)
-        sums = tl.dot(left.to(A, bitcast=True), right.to(B, bitcast=True))
+        if DECODED != "":
+            sums = tl.dot(_decoded(left, A).to(tl.bfloat16), _decoded(right, B).to(tl.bfloat16))
+        else:
+            sums = tl.dot(left.to(A, bitcast=True), right.to(B, bitcast=True))
         total += sums * left_scales[:, None] * right_scales[None, :]
         a_at += BK * a_k
         b_at += BK * b_k
@@ -122,36 +193,47 @@ def multiply_blockwise(
 
 
 @triton.jit
-def gemm_mx(
-    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k, a_row, a_k, b_row, b_k, as_row,
-    as_k, bs_row, bs_k, A: tl.constexpr, B: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr,
-    DGELU: tl.constexpr, ERF: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+def multiply(
+    a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
-    """MX formats."""
-    down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
-    r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
-    total = multiply_mx(
-        a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-        bs_k, A, B, BM, BN, BK,
-    )
-    finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)
+    """The sums of a tile, of either family."""
+    if MX:
+        return multiply_mx(
+            a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
+            bs_k, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+        )
+    else:
+        return multiply_blockwise(
+            a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
+            bs_k, A, B, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+        )
 
 
 @triton.jit
-def gemm_blockwise(
-    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k, a_row, a_k, b_row, b_k, as_row,
-    as_k, bs_row, bs_k, A: tl.constexpr, B: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr,
-    DGELU: tl.constexpr, ERF: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+def gemm(
+    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k,
+    a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr,
+    BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr, DGELU: tl.constexpr,
+    ERF: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a_whole=None, b_whole=None, by_rows=0, WHOLE: tl.constexpr = False,
 ):
-    """Blockwise FP8."""
+    """One product. WHOLE: sums times the scales of both tensors; by_rows: 1 for one a row of a."""
     down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
     r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
-    total = multiply_blockwise(
+    total = multiply(
         a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-        bs_k, A, B, A_HEIGHT, B_HEIGHT, BM, BN, BK,
+        bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN,
+        BK,
     )
+    if WHOLE:
+        of_rows = tl.load(a_whole + r * by_rows, mask=r < m, other=0.0)
+        total *= (of_rows * tl.load(b_whole))[:, None]
     finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)

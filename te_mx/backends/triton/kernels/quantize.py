@@ -14,6 +14,7 @@ from te_mx.backends.triton.kernels.encode import (
     rounded,
     scale_byte,
 )
+from te_mx.backends.triton.kernels.grouped import place_of
 
 
 @triton.jit
@@ -55,12 +56,16 @@ def quantize_mx(
     NAN_CODE: tl.constexpr, EMAX: tl.constexpr, UP_FROM: tl.constexpr, LEAST: tl.constexpr,
     HARDWARE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
+    starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
 ):
     """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
 
-    TURNED: columns are stored [cols, rows], else as x lies, one code a byte.
+    TURNED: columns are stored [cols, rows], else as x lies, one code a byte. GROUPS: rows belong to
+    so many groups or fewer, and a program has one block of one.
     """
-    first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
+    first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
+    if GROUPS:
+        group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
     there = (r < rows)[:, None] & (c < cols)[None, :]
     values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
@@ -84,8 +89,10 @@ def quantize_mx(
             blocks, scales[:, None, :], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE
         )
         codes = tl.reshape(codes, (R, C))
-        b, count = first_row // 32 + tl.arange(0, R // 32), (rows + 31) // 32
+        b, count = slot * (R // 32) + tl.arange(0, R // 32), (rows + 31) // 32
         mask = (b < count)[:, None] & (c < cols)[None, :]
+        if GROUPS:
+            mask = (b >= 0)[:, None] & (c < tl.where(group >= 0, cols, 0))[None, :]
         if TURNED:
             _store(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, packed)
             at = c.to(tl.int64)[None, :] * count + b[:, None]
@@ -125,9 +132,12 @@ def quantize_blockwise(
     NAN_CODE: tl.constexpr, ZERO_SIGN: tl.constexpr, EPSILON: tl.constexpr, TINY: tl.constexpr,
     POW2: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
     SQUARE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
 ):
     """Blockwise FP8: codes and fp32 scales, blocks of 1 x 128, or of 128 x 128 (R = C = 128)."""
-    first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
+    first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
+    if GROUPS:
+        group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
     there = (r < rows)[:, None] & (c < cols)[None, :]
     values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
@@ -165,8 +175,10 @@ def quantize_blockwise(
         if TURNED:
             at = (c // width).to(tl.int64) * down + first_row // 128
         else:
-            at = first_row // 128 * wide + (c // width).to(tl.int64)
+            at = slot * R // 128 * wide + (c // width).to(tl.int64)
         mask = (c < cols) & (c % width == 0)
+        if GROUPS:
+            mask = (c < tl.where(group >= 0, cols, 0)) & (c % width == 0)
         tl.store(col_scales + at[None, :], scales, mask=mask[None, :])
 
 

@@ -1,0 +1,70 @@
+"""Groups of rows in Triton, whose ends lie on the device: int64 starts and ends [groups]."""
+
+import triton
+import triton.language as tl
+
+from te_mx.backends.triton.kernels.gemm import finish, multiply, tile_of
+
+
+@triton.jit
+def place_of(slot, starts, ends, groups, B: tl.constexpr, MOST: tl.constexpr):
+    """(group, first row, end of the group) of a block of B rows. Blocks start anew with every
+    group, at slot start // B + group; group -1 and end 0 for slots of none."""
+    g = tl.arange(0, MOST)
+    start = tl.load(starts + g, mask=g < groups, other=0).to(tl.int32)
+    end = tl.load(ends + g, mask=g < groups, other=0).to(tl.int32)
+    first = start // B + g
+    mine = (slot >= first) & (slot < first + tl.cdiv(end - start, B)) & (g < groups)
+    row = tl.max(tl.where(mine, start + (slot - first) * B, 0), 0)
+    return tl.max(tl.where(mine, g, -1), 0), row, tl.max(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def gemm_rows(
+    a, a_scales, b, b_scales, out, bias, starts, ends, groups, m, n, k,
+    a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, b_group, bs_group,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+):
+    """Rows of each group times its weight, + its bias. m: slots of BM rows, times BM."""
+    slot, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
+    group, row, end = place_of(slot, starts, ends, groups, BM, MOST)
+    if group >= 0:
+        r, c = row + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+        which = group.to(tl.int64)
+        total = multiply(
+            a, a_scales, b + which * b_group, b_scales + which * bs_group, r, c, end, n, k, a_row,
+            a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK,
+            B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+        )
+        finish(
+            total, out, bias + which * n, out, out, r, c, end, n, BIAS, False, False, False, False,
+            False,
+        )
+
+
+@triton.jit
+def gemm_k(
+    a, a_scales, b, b_scales, out, starts, ends, m, n,
+    a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr,
+):
+    """The product of each group over its rows, which are k of both sides."""
+    down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
+    group = tl.program_id(1)
+    start, end = tl.load(starts + group), tl.load(ends + group)
+    first = start // BLOCK + group
+    r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+    total = multiply(
+        a + start * a_k, a_scales + first * as_k, b + start * b_k, b_scales + first * bs_k, r, c,
+        m, n, (end - start).to(tl.int32), a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A,
+        B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+    )
+    out += group.to(tl.int64) * m * n
+    finish(total, out, out, out, out, r, c, m, n, False, False, False, False, False, ACCUMULATE)
