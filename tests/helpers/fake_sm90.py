@@ -31,7 +31,7 @@ from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 
 OK, SMALL_WORKSPACE = 0, 3
 OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used
-_WIDE = (*base.BLOCK_ROWS, *base.UPRIGHT)
+_WIDE = (*base.BLOCK_ROWS, *base.UPRIGHT, *base.SMALL_ROWS)
 _NAMES = {number: name for name, number in FORMATS.items() if name not in _WIDE}
 _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
 _RULES = {number: name for name, number in SCALE_RULES.items()}
