@@ -415,7 +415,7 @@ def gemm(
 
     Gradients do not flow through this function.
     """
-    if precision == INVARIANT and (grad or accumulate):
+    if isinstance(precision, str) and precision == INVARIANT and (grad or accumulate):
         raise ValueError(
             "precision 'invariant' is about rows of forward products, got "
             f"{'grad' if grad else 'accumulate'}=True; leave one of them away"

@@ -11,6 +11,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
+from te_mx.backends.triton import binding as triton
 from te_mx.dispatch import registry
 from te_mx.recipe import MXFP8BlockScaling
 from te_mx.runtime import ran
@@ -103,11 +104,17 @@ def anew(monkeypatch):
 
 
 @pytest.fixture
+def without_triton(anew):
+    anew.setattr(triton, "missing", lambda: "needs Triton")
+
+
+@pytest.fixture
 def other_gpu(anew):
     """As if the device were an Ada GPU."""
     anew.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
 
 
+@pytest.mark.usefixtures("without_triton")
 def test_other_gpus_run_the_reference_and_say_so(other_gpu):
     said = te_mx.explain(**SIZES, device="cuda")
     assert said.kernel == "reference"
@@ -131,7 +138,10 @@ def test_other_gpus_run_the_reference_and_say_so(other_gpu):
 
 
 @pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
-def test_a_linear_trains_on_other_gpus(other_gpu):
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+def test_a_linear_trains_on_other_gpus(other_gpu, request, kernel):
+    if kernel == "reference":
+        request.getfixturevalue("without_triton")
     torch.manual_seed(0)
     on_gpu, on_cpu = te_mx.Linear(96, 64, device="cuda"), te_mx.Linear(96, 64)
     on_cpu.load_state_dict(on_gpu.state_dict())
@@ -145,12 +155,13 @@ def test_a_linear_trains_on_other_gpus(other_gpu):
         results.append(
             [t.detach().cpu() for t in (y, leaf.grad, linear.weight.grad, linear.bias.grad)]
         )
-    assert te_mx.audit(on_gpu)["(root)"][2:5] == ("reference",) * 3
+    assert te_mx.audit(on_gpu)["(root)"][2:5] == (kernel,) * 3
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+@pytest.mark.usefixtures("without_triton")
 def test_a_build_without_the_kernels_says_what_to_do(anew):
     anew.setattr(binding, "_native", None)
     anew.setattr(binding, "_import_error", "No module named 'te_mx._sm90'")
