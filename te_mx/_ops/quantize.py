@@ -16,8 +16,9 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.registry import planned
-from te_mx.layouts import spec_of, tensor_scaled
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.registry import tensor_scaled
 from te_mx.runtime.ran import note_read
 
 

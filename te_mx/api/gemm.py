@@ -415,10 +415,10 @@ def gemm(
 
     Gradients do not flow through this function.
     """
-    if isinstance(precision, str) and precision == INVARIANT and (grad or accumulate):
+    if is_one_of(precision, (INVARIANT,)) and (grad is True or accumulate is True):
         raise ValueError(
             "precision 'invariant' is about rows of forward products, got "
-            f"{'grad' if grad else 'accumulate'}=True; leave one of them away"
+            f"{'grad' if grad is True else 'accumulate'}=True; leave one of them away"
         )
     call = None
     if bias is None and gelu_in is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d, plain
-from te_mx.layouts import tensor_scaled
+from te_mx.layouts.registry import tensor_scaled
 
 
 def flatten(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.fused import ActStep
-from te_mx.layouts import tensor_scaled
 from te_mx.layouts.operand import Operand, Stack
+from te_mx.layouts.registry import tensor_scaled
 
 
 class Groups(NamedTuple):

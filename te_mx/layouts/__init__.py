@@ -7,18 +7,9 @@ A *spec* is what travels through ops beside codes and scales: "<format>@<layout>
 
 from te_mx.layouts.base import Layout
 from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
-from te_mx.layouts.registry import (
-    Spec,
-    aligning,
-    get,
-    names,
-    register,
-    register_family,
-    spec_of,
-    tensor_scaled,
-)
+from te_mx.layouts.registry import Spec, aligning, get, names, register, register_family, spec_of
 
 __all__ = [
     "COLS", "GROUPED_COLS", "ROWS", "Layout", "Spec", "aligning", "get", "names", "register",
-    "register_family", "spec_of", "tensor_scaled",
+    "register_family", "spec_of",
 ]  # fmt: skip
