@@ -204,9 +204,11 @@ def quantize(
             the device's GEMM reads best. Values do not depend on it.
         scale_rule: "rceil", "floor" or "even" for MX formats; "pow2" or "fp32" for blockwise FP8,
             with the smallest amax behind a colon if wanted ("fp32:1e-12"); "te", "torchao",
-            "modelopt" or "compressed_tensors" for NVFP4. None for the first one.
-        rounding: "nearest" (to even), or "stochastic" for MX formats: up or down with a mean of
-            what is rounded, by random bits that depend on the seed and on the element's place.
+            "modelopt" or "compressed_tensors" for NVFP4, and "te_4over6", of two scales a block the
+            better one, with "_mse" and "_448" behind it if wanted. None for the first one.
+        rounding: "nearest" (to even), or "stochastic" for MX formats and NVFP4: up or down with a
+            mean of what is rounded, by random bits that depend on the seed and on the element's
+            place.
         seed: of stochastic rounding: an int of 64 bits, or an int64 tensor [1] on the device of x,
             which a CUDA graph may change between replays.
         packed: what `prepack` does with the result.
@@ -214,7 +216,7 @@ def quantize(
     A format may carry a random Hadamard transform, "mxfp4+rht32:0x1234abcd": every 32 (or 16)
     elements along the blocks are rotated, with signs from a mask of 32 bits, before they are
     quantized. A product does not change when both sides are rotated alike, and te_mx.gemm
-    multiplies no others.
+    multiplies no others. Of NVFP4 one copy then: each direction has a tensor scale of its own.
 
     Returns:
         An MXTensor with the asked copies. Sizes need not divide by the block: the last is shorter.
