@@ -189,11 +189,13 @@ def test_scales_of_every_byte(isa):
     codes = ((codes & 15) * 17).contiguous()
     scales = torch.arange(256, dtype=torch.uint8)[:, None].contiguous()
     one = operand(torch.eye(16)[:3], "mxfp8_e4m3@rows")
-    for whole in (1.0, 3.0, 1e-30, 2.0**-140, -7e25, torch.inf, 0.0):
-        w = Operand(codes, scales, "nvfp4@rows", 256, 16, None, torch.tensor(whole))
+    of_rows = torch.exp2(torch.arange(256.0)[:, None] % 99 - 50)  # of weights that were joined
+    sizes = (1.0, 3.0, 1e-30, 2.0**-140, -7e25, torch.inf, 0.0)
+    for whole in (*map(torch.tensor, sizes), of_rows):
+        w = Operand(codes, scales, "nvfp4@rows", 256, 16, None, whole)
         for lhs, rhs in ((one, w), (w, one)):
             out = multiply(lhs, rhs)[0]
-            expected = one.values() @ w.unscaled(F32).T * whole
+            expected = one.values() @ w.unscaled(F32).T * whole.T
             expected = expected if rhs is w else expected.T
             assert torch.equal(out.isnan(), expected.isnan())
             assert torch.equal(out.nan_to_num(), expected.nan_to_num())
