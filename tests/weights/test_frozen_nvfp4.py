@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.backends.cpu import native
+from te_mx.backends.cpu.binding import native
 from te_mx.weights import state_dict as reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
