@@ -80,11 +80,12 @@ def decode(context: Context) -> Iterator[Row]:
 
 
 def weights_only(context: Context) -> Iterator[Row]:
-    """The same of inputs as they are on codes in MXFP4, up to 64 rows."""
-    how = {"drop_master": True, "fmt": "mxfp4", "activations": "bf16"}
-    for row in _decode(context, "weights only", DECODE[:1], list(AS_IS), **how):
-        target = AS_IS.get(int(row.shape.split()[0]))
-        yield row if target is None or "bf16" not in row.peer else replace(row, target=target)
+    """The same of inputs as they are on codes in MXFP4 and NVFP4, up to 64 rows."""
+    for fmt, name in (("mxfp4", "weights only"), ("nvfp4", "weights only, NVFP4")):
+        how = {"drop_master": True, "fmt": fmt, "activations": "bf16"}
+        for row in _decode(context, name, DECODE[:1], list(AS_IS), **how):
+            target = AS_IS.get(int(row.shape.split()[0]))
+            yield row if target is None or "bf16" not in row.peer else replace(row, target=target)
 
 
 def _decode(context: Context, name: str, shapes: list, rows: list, **how: Any) -> Iterator[Row]:

@@ -58,7 +58,6 @@ for _number, _element in enumerate(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")):
     UPRIGHT.append(f"{_element}_128x1")
 # Those with E4M3 scales and a tensor scale: the rows of a block, of 16 along k.
 SMALL_ROWS = {"nvfp4": 1, "nvfp4_rows": 1, "nvfp4_16x16": 16}
-FORMATS.update(dict.fromkeys(SMALL_ROWS, 6))
 SCALE_RULES = Words(
     "the scale rule", ValueError,
     {"rceil": 0, "floor": 1, "even": 2, "fp32": 3, "pow2": 4, "te": 5, "torchao": 6,
@@ -87,8 +86,8 @@ def format_fields(fmt: str) -> dict[str, int]:
     """The fields of a native record that say what a format is."""
     rows, k = (128, 1) if fmt in UPRIGHT else (BLOCK_ROWS.get(fmt), 128)
     if fmt in SMALL_ROWS:
-        return {"element": FORMATS[fmt], "scale_type": 2, "block_rows": SMALL_ROWS[fmt],
-                "block_k": 16}  # fmt: skip
+        small = {"scale_type": 2, "block_rows": SMALL_ROWS[fmt], "block_k": 16}
+        return {"element": FORMATS["e2m1"], **small}
     if rows is None:
         return {"element": FORMATS[fmt]}
     return {"element": FORMATS[fmt], "scale_type": 1, "block_rows": rows, "block_k": k}

@@ -356,7 +356,7 @@ namespace {
 
 StridedOperand turn_rhs(const GemmTask& args, const GemmPlan& plan) {
   StridedOperand o = args.rhs;
-  const int64_t blocks = ceil_div(o.k, o.block_k());
+  const int64_t blocks = ceil_div(o.k, o.e4m3 ? kSmallBlock : kBlock);
   uint8_t* codes = static_cast<uint8_t*>(at(args.workspace, plan.turned_codes));
   uint8_t* scales = static_cast<uint8_t*>(at(args.workspace, plan.turned_scales));
   transpose_bytes(o.codes, o.k, o.rows, codes, args.threads);

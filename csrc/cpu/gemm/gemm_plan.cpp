@@ -75,7 +75,8 @@ GemmPlan plan_gemm(const GemmTask& args, const KernelImpl& impl) {
   }
   const bool turned = turns_rhs(args);
   p.turned_codes = take(turned ? turned_code_bytes(args.rhs) : 0);
-  p.turned_scales = take(turned ? n * ceil_div(k, args.rhs.block_k()) : 0);
+  const int64_t block = args.rhs.e4m3 ? kSmallBlock : kBlock;
+  p.turned_scales = take(turned ? n * ceil_div(k, block) : 0);
   p.lhs_exp = take(args.lhs.packed != nullptr ? 0 : round_up(m, kRowBlock) * 4);
   p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
   p.lhs_wide = take(args.lhs.packed != nullptr ? 0 : ceil_div(m, kRowBlock));

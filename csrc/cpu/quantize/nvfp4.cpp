@@ -37,8 +37,11 @@ const Level& level() {
 
 Status check_out_nvfp4(const QuantizeOut& out) {
   if (!known(out.element) || !known(out.rule)) return Status::bad_argument;
-  if (!is_fp4(out.element) || !is_writer(out.rule) || !rounds_plainly(out))
-    return Status::unsupported;
+  if (!is_fp4(out.element) || !is_writer(out.rule)) return Status::unsupported;
+  for (const int32_t size : {out.row.hadamard, out.col.hadamard}) {
+    if (size != 0 && size != 16 && size != 32) return Status::bad_argument;
+    if (size == 32 || (size != 0 && out.scaling.block_rows != 1)) return Status::unsupported;
+  }
   return check_places(out);
 }
 
@@ -79,6 +82,14 @@ struct Problem {
     t.rows = static_cast<int>(std::min<int64_t>(kRows, x.rows - r0));
     t.cols = static_cast<int>(std::min<int64_t>(kCols, x.cols - c0));
     t.square = square;
+    t.row_transform = to.row.codes && to.row.hadamard != 0;
+    t.col_transform = to.col.codes && to.col.hadamard != 0 && t.rows == kRows;
+    t.row_signs = static_cast<uint32_t>(to.row.signs);
+    t.col_signs = static_cast<uint32_t>(to.col.signs) >> (r0 % 32);
+    t.stochastic = to.seed != nullptr;
+    if (t.stochastic) t.seed = static_cast<uint64_t>(*to.seed);
+    t.row0 = static_cast<uint32_t>(to.first + r0);
+    t.col0 = c0;
     if (to.row.codes) {
       t.row_amax_stride = each(to.row) ? 1 : 0;
       t.row_amax = amax(to.row) + r0 * t.row_amax_stride;
@@ -116,17 +127,23 @@ struct Problem {
     });
   }
 
-  // Largest magnitudes of all elements, to `to`.
-  void raise_all(uint32_t* to) const {
+  // What the codes of a direction are of.
+  static nvfp4::Of of(const OperandOut& out, nvfp4::Of chunks) {
+    return out.hadamard != 0 ? chunks : nvfp4::Of::elements;
+  }
+
+  // The largest magnitude of all, to `to`.
+  void raise_all(uint32_t* to, nvfp4::Of of) const {
     *to = 0;
     for_tiles(kItemRows, [&](int64_t r_begin, int64_t r_end, int64_t c_begin, int64_t c_end) {
       uint32_t most = 0;
-      const int64_t step = a.x.col_stride == 1 && a.x.dtype != DType::f16 ? kItemCols : kCols;
+      const bool long_rows = a.x.col_stride == 1 && a.x.dtype != DType::f16;
+      const int64_t step = long_rows && of == nvfp4::Of::elements ? kItemCols : kCols;
       for (int64_t r = r_begin; r < r_end; r += kRows) {
         for (int64_t c = c_begin; c < c_end; c += step) {
           Tile t = tile(r, c);
           t.cols = static_cast<int>(std::min(step, c_end - c));
-          how.raise(t, &most, 0, 0);
+          how.raise(t, of, &most, 0, 0);
         }
       }
       uint32_t seen = __atomic_load_n(to, __ATOMIC_RELAXED);
@@ -137,7 +154,7 @@ struct Problem {
   }
 
   // Of every row, or of every column.
-  void raise_each(uint32_t* to, bool columns) const {
+  void raise_each(uint32_t* to, bool columns, nvfp4::Of of) const {
     const int64_t n = columns ? a.x.cols : a.x.rows, step = columns ? kCols : kRows;
     const int64_t m = columns ? a.x.rows : a.x.cols, across = columns ? kRows : kCols;
     const int threads = n * m < kSerialElements ? 1 : a.execution.threads;
@@ -146,18 +163,26 @@ struct Problem {
       const int64_t i = item * step;
       std::fill(to + i, to + std::min(n, i + step), 0u);
       for (int64_t j = 0; j < m; j += across) {
-        how.raise(columns ? tile(j, i) : tile(i, j), to + i, columns ? 0 : 1, columns ? 1 : 0);
+        const Tile t = columns ? tile(j, i) : tile(i, j);
+        how.raise(t, of, to + i, columns ? 0 : 1, columns ? 1 : 0);
       }
     });
   }
 
   void raise() const {
-    const auto& [row, col] = std::pair(a.to.row, a.to.col);
-    if (each(row)) raise_each(amax(row), false);
-    if (each(col)) raise_each(amax(col), true);
+    const OperandOut& row = a.to.row;
+    const OperandOut& col = a.to.col;
+    const nvfp4::Of row_of = of(row, nvfp4::Of::row_chunks);
+    const nvfp4::Of col_of = of(col, nvfp4::Of::col_chunks);
+    if (each(row)) raise_each(amax(row), false, row_of);
+    if (each(col)) raise_each(amax(col), true, col_of);
     const bool row_all = row.codes && !each(row), col_all = col.codes && !each(col);
-    if (row_all || col_all) raise_all(amax(row_all ? row : col));
-    if (row_all && col_all) *amax(col) = *amax(row);
+    if (row_all) raise_all(amax(row), row_of);
+    if (col_all && row_all && row_of == col_of) {  // of the elements
+      *amax(col) = *amax(row);
+    } else if (col_all) {
+      raise_all(amax(col), col_of);
+    }
   }
 
   void quantize() const {

@@ -36,7 +36,18 @@ struct Tile {
   uint8_t* col_scales;  // of column c (when square of block c / 16) at c * col_scale_stride
   int64_t col_scale_stride;
   float* col_sum;  // [cols], running sums, or null
+  // Whether chunks of 16 of a row, or these 16 rows, are transformed first, and with which signs:
+  // those of bits c % 32 and r % 32.
+  bool row_transform, col_transform;
+  uint32_t row_signs, col_signs;
+  bool stochastic;
+  uint64_t seed;
+  uint32_t row0;  // number of the first row
+  int64_t col0;
 };
+
+// What a magnitude is of.
+enum class Of : int { elements, row_chunks, col_chunks };
 
 // A run of adjacent codes to decode.
 struct Run {
@@ -53,8 +64,8 @@ struct Run {
 
 struct Level {
   // Raises magnitudes (bits of fp32, NaN and Inf left out), `rows` apart 0 or 1 and `cols`
-  // likewise, to those of a tile.
-  void (*raise)(const Tile& tile, uint32_t* largest, int64_t rows, int64_t cols);
+  // likewise, to those of a tile, or of what transforming it makes.
+  void (*raise)(const Tile& tile, Of of, uint32_t* largest, int64_t rows, int64_t cols);
   void (*quantize)(const Tile& tile, ScaleRule rule);
   void (*decode)(const Run& run);
 };

@@ -8,6 +8,7 @@
 #include "common/room.h"
 #include "mxtile/mx/nibbles.hpp"
 #include "mxtile/mx/round.hpp"
+#include "mxtile/quant/stochastic.hpp"
 #include "mxtile/simd/convert.hpp"
 #include "mxtile/simd/decode.hpp"
 #if defined(__AVX512BW__)
@@ -215,8 +216,30 @@ inline uint32_t row_largest(const void* x, int n, I inf) {
   return static_cast<uint32_t>(most);
 }
 
-void raise(const Tile& tile, uint32_t* largest, int64_t rows, int64_t cols) {
-  if (cols == 0 && tile.col_stride == 1 && tile.dtype != DType::f16) {
+// What is transformed is rounded to the dtype of the matrix.
+inline void round_to(DType dtype, uint32_t* x, int n) {
+  for (int i = 0; dtype == DType::bf16 && i < n; ++i) {
+    const bool nan = (x[i] & kMagnitude) > mx::kF32Inf;
+    x[i] = nan ? x[i] : (x[i] + 0x7FFF + (x[i] >> 16 & 1)) & 0xFFFF0000;
+  }
+  for (int i = 0; dtype == DType::f16 && i < n; ++i) x[i] = mx::f16_to_f32(mx::f32_to_f16(x[i]));
+}
+
+void transform(const Tile& t, Of of, Values& x) {
+  if (of == Of::col_chunks && t.col_transform) {
+    mxtile::quant::hadamard<kRows, kCols>(x[0], t.col_signs);
+    round_to(t.dtype, x[0], kRows * kCols);
+  }
+  for (int r = 0; of == Of::row_chunks && t.row_transform && r < t.rows; ++r) {
+    for (int c = 0; c + kB <= t.cols; c += kB) {
+      mxtile::quant::hadamard<kB, 1>(x[r] + c, t.row_signs >> (c % 32));
+      round_to(t.dtype, x[r] + c, kB);
+    }
+  }
+}
+
+void raise(const Tile& tile, Of of, uint32_t* largest, int64_t rows, int64_t cols) {
+  if (of == Of::elements && cols == 0 && tile.col_stride == 1 && tile.dtype != DType::f16) {
     const int64_t bytes = tile.dtype == DType::f32 ? 4 : 2;
     for (int r = 0; r < tile.rows; ++r) {
       const char* x = static_cast<const char*>(tile.x) + r * tile.row_stride * bytes;
@@ -231,6 +254,7 @@ void raise(const Tile& tile, uint32_t* largest, int64_t rows, int64_t cols) {
   const InRoom<Values> room;
   Values& x = *room;
   load(tile, x);
+  transform(tile, of, x);
   for (int r = 0; r < tile.rows; ++r) {
     for (int c = 0; c < tile.cols; ++c) {
       uint32_t& to = largest[r * rows + c * cols];
@@ -341,8 +365,29 @@ struct Encoder<mxtile::simd::Avx512, R> {
 };
 #endif
 
+// Those of blocks of a row, for every element.
+inline void spread(const Scales& blocks, Scales& each) {
+  for (int c = 0; c < kCols; ++c) {
+    each.factor[c] = blocks.factor[c / kB];
+    each.mask[c] = blocks.mask[c / kB];
+  }
+}
+
+// Codes rounded by 16 random bits an element.
+template <ScaleRule R>
+void round_randomly(const uint32_t* x, const Scales& s, const uint32_t* words, uint8_t* codes) {
+  for (int c = 0; c < kCols; ++c) {
+    const float value = mx::as_float(x[c]);
+    const uint32_t y = mx::as_bits(divides(R) ? value / s.factor[c] : value * s.factor[c]);
+    const uint32_t scaled = (x[c] & kMagnitude) == 0 ? x[c] : y;
+    const bool none = divides(R) && (scaled & kMagnitude) == 0;
+    const uint32_t code = mxtile::quant::encode_random_fast<mx::E2M1>(scaled, 127, words[c]);
+    codes[c] = static_cast<uint8_t>(none ? 0 : code & s.mask[c]);
+  }
+}
+
 template <class S, ScaleRule R>
-void make_rows(const Tile& t, const Values& x, const Scales* square) {
+void make_rows(const Tile& t, const Values& x, const Scales* square, const Values* words) {
   const bool bf16 = t.dtype == DType::bf16;
   Whole whole = whole_of<R>(t.row_amax[0], bf16);
   for (int r = 0; r < t.rows; ++r) {
@@ -356,8 +401,15 @@ void make_rows(const Tile& t, const Values& x, const Scales* square) {
       s = &own;
     }
     alignas(64) uint8_t packed[kCols / 2];
-    for (int b = 0; b < kBlocks; b += 2) {
+    for (int b = 0; words == nullptr && b < kBlocks; b += 2) {
       Encoder<S, R>::rows(x[r] + b * kB, *s, b, packed + b * kB / 2);
+    }
+    if (words != nullptr) {
+      alignas(64) uint8_t codes[kCols];
+      Scales each;
+      spread(*s, each);
+      round_randomly<R>(x[r], each, (*words)[r], codes);
+      mx::pack_nibbles<kCols / 2>(codes, packed);
     }
     put<kCols / 2>(packed, (t.cols + 1) / 2, t.row_codes + r * t.row_code_stride);
     if (square == nullptr || r == 0) {
@@ -384,7 +436,7 @@ void own_columns(const Tile& t, const Values& x, Scales& out) {
 }
 
 template <class S, ScaleRule R>
-void make_columns(const Tile& t, const Values& x, const Scales* square) {
+void make_columns(const Tile& t, const Values& x, const Scales* square, const Values* words) {
   const bool bf16 = t.dtype == DType::bf16;
   Scales s;
   if (square == nullptr) {
@@ -401,15 +453,16 @@ void make_columns(const Tile& t, const Values& x, const Scales* square) {
       put_apart(s.code, t.cols, t.col_scales, t.col_scale_stride);
     }
   } else {
-    for (int c = 0; c < kCols; ++c) {
-      s.factor[c] = square->factor[c / kB];
-      s.mask[c] = square->mask[c / kB];
-    }
+    spread(*square, s);
     put_apart(square->code, (t.cols + kB - 1) / kB, t.col_scales, t.col_scale_stride);
   }
   alignas(64) uint8_t codes[kRows][kCols];
   for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kCols; c += 2 * kB) Encoder<S, R>::columns(x[r] + c, s, c, codes[r] + c);
+    if (words != nullptr) {
+      round_randomly<R>(x[r], s, (*words)[r], codes[r]);
+    } else {
+      for (int c = 0; c < kCols; c += 2 * kB) Encoder<S, R>::columns(x[r] + c, s, c, codes[r] + c);
+    }
     if (!t.transposed && r < t.rows) {
       put<kCols>(codes[r], t.cols, t.col_codes + r * t.col_code_stride);
     }
@@ -422,14 +475,25 @@ void make_columns(const Tile& t, const Values& x, const Scales* square) {
   }
 }
 
+struct Buffers {
+  alignas(64) Values x, transformed, words;
+};
+
 template <class S, ScaleRule R>
 void quantize_as(const Tile& t) {
-  const InRoom<Values> room;
-  Values& x = *room;
+  const InRoom<Buffers> room;
+  auto& [x, transformed, random] = *room;
   load(t, x);
   for (int r = 0; t.col_sum != nullptr && r < t.rows; ++r) {
     for (int c = 0; c < t.cols; ++c) t.col_sum[c] += mx::as_float(x[r][c]);
   }
+  for (int r = 0; t.stochastic && r < kRows; ++r) {
+    for (int c = 0; c < kCols; c += 64) {
+      const uint32_t row = t.row0 + static_cast<uint32_t>(r);
+      mxtile::quant::random_bits(row, t.col0 + c, t.seed, random[r] + c);
+    }
+  }
+  const Values* words = t.stochastic ? &random : nullptr;
   Scales square;
   if (t.square) {
     const bool bf16 = t.dtype == DType::bf16;
@@ -442,8 +506,19 @@ void quantize_as(const Tile& t) {
       make_scales<S, R>(S::as_float(most), whole, bf16, b, square);
     }
   }
-  if (t.row_codes != nullptr) make_rows<S, R>(t, x, t.square ? &square : nullptr);
-  if (t.col_codes != nullptr) make_columns<S, R>(t, x, t.square ? &square : nullptr);
+  const Scales* shared = t.square ? &square : nullptr;
+  const auto source = [&](Of of, bool transforms) -> const Values& {
+    if (!transforms) return x;
+    std::memcpy(transformed, x, sizeof x);
+    transform(t, of, transformed);
+    return transformed;
+  };
+  if (t.row_codes != nullptr) {
+    make_rows<S, R>(t, source(Of::row_chunks, t.row_transform), shared, words);
+  }
+  if (t.col_codes != nullptr) {
+    make_columns<S, R>(t, source(Of::col_chunks, t.col_transform), shared, words);
+  }
 }
 
 template <class S>

@@ -71,6 +71,7 @@ QuantizeArgs group_of(const QuantizeArgs& all, const Bounds& groups, int64_t i) 
   a.x.data = static_cast<const char*>(a.x.data) + start * a.x.row_stride * element_bytes(a.x.dtype);
   a.x.rows = groups.size(i);
   QuantizeOut& to = a.to;
+  to.first += start;
   to.row.codes = offset(to.row.codes, start * quantize_tile::code_bytes(to.element, cols));
   to.row.scales = scales(to.row.scales, start * ceil_div(cols, block));
   to.col.codes = offset(to.col.codes, start * cols);

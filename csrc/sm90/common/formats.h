@@ -15,7 +15,8 @@ constexpr Status check_mx(Element element, const Scaling& scaling) {
 constexpr Status check_mx(Element element, const Scaling& scaling, ScaleRule rule) {
   if (!known(rule)) return Status::bad_argument;
   const Status status = check_mx(element, scaling);
-  return status == Status::ok && is_f32_rule(rule) ? Status::unsupported : status;
+  const bool other = is_f32_rule(rule) || is_writer(rule);
+  return status == Status::ok && other ? Status::unsupported : status;
 }
 
 // What is added to the magnitude of a bf16 number so that it carries into the exponent where a rule

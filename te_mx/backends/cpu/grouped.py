@@ -17,7 +17,7 @@ from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import HEADER_BYTES, KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.cpu.envelope import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.cpu.quantize import set_outputs, why_not_random
+from te_mx.backends.cpu.quantize import set_outputs, why_not_nvfp4
 from te_mx.backends.native import (
     fields_to,
     one_read,
@@ -169,7 +169,7 @@ class CpuQuantizeGroups(Kernel):
     op, name = "quantize_grouped", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = _why_not(problem, random=True) or why_not_random(problem)
+        reason = _why_not(problem, random=True) or why_not_nvfp4(problem)
         return reason or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized | None:
@@ -180,7 +180,7 @@ class CpuQuantizeWeights(Kernel):
     op, name = "quantize_weights", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = _why_not(problem) or why_not_random(problem)
+        reason = _why_not(problem) or why_not_nvfp4(problem)
         return reason or one_read_of_weights(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeWeights) -> StackedParts | None:

@@ -17,7 +17,6 @@ from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel, Plan
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
-from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime import cpu_memory
@@ -139,13 +138,14 @@ class Quantizer:
         return made
 
 
-def why_not_random(problem: Problem) -> str | None:
-    """Why a problem is left to plain torch that rounds NVFP4 stochastically or transforms it."""
-    fmt = spec_of(problem.lhs or problem.rhs).format if problem.lhs or problem.rhs else None
-    if fmt is None or not fmt.tensor_scaled:
-        return None
-    if fmt.transform is not None or is_stochastic(problem.rule):
-        return "rounds NVFP4 to nearest even, and does not transform it"
+def why_not_nvfp4(problem: Problem) -> str | None:
+    """Why NVFP4 is left to plain torch where it is transformed, or is of float16."""
+    for spec in (problem.lhs, problem.rhs):
+        fmt = spec_of(spec).format if spec else None
+        if fmt is None or not fmt.tensor_scaled or fmt.transform is None:
+            continue
+        if fmt.transform.size != 16 or fmt.scaling.block[0] != 1:
+            return "transforms 16 elements of NVFP4 with scales of 1 x 16"
     if problem.rule == "compressed_tensors" and problem.dtype == torch.float16:
         return "does not take float16 for compressed_tensors"
     return None
@@ -156,7 +156,7 @@ class CpuQuantize(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True, columnwise=True, random=True, nvfp4=True)
-        reason = reason or why_not_random(problem) or takes(problem.lhs, problem.rhs)
+        reason = reason or why_not_nvfp4(problem) or takes(problem.lhs, problem.rhs)
         return reason or why_not_empty(problem) or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Plan:

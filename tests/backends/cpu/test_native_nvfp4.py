@@ -93,13 +93,34 @@ def test_ends_of_the_range(isa, rule):
             check_bytes(case.to(dtype), "nvfp4", rule, ("rows", "cols"))
 
 
+RHT = "nvfp4+rht16:0xd7e8d7e8"
+
+
+@pytest.mark.parametrize("rule", ["te", "te+sr", "modelopt+sr"])
+@given(
+    rows=SIZES, cols=SIZES, dtype=DTYPES, data=st.data(),
+    targets=st.sampled_from([("nvfp4@rows", f"{RHT}@cols"), (f"{RHT}@rows", "nvfp4@rows"),
+                             ("", f"{RHT}@rows"), ("nvfp4@rows", "nvfp4@cols")]),
+)  # fmt: skip
+@settings(max_examples=8)
+def test_rounded_at_random_and_transformed(isa, rule, rows, cols, dtype, data, targets):
+    """Each direction has the amax of what it is transformed to; one draw for both directions."""
+    x = tensor(data.draw(st.sampled_from(KINDS)), rows, cols, data.draw(SEEDS), dtype)
+    seed = torch.tensor([data.draw(SEEDS)]) if rule.endswith("sr") else None
+    assert pick("quantize", x.device, *targets, (*x.shape, 1), dtype, rule=rule).name == "cpu"
+    what = Quantize(x, *targets, rule, seed=seed, first=7)
+    for mine, theirs in zip(run.quantize(what)[:2], reference.quantize(what)[:2], strict=True):
+        same(mine, theirs)
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_rows"])
 def test_groups(isa, fmt):
     """Each has tensor scales of its own; rows of none, and scales of no block, are 0."""
     x = torch.randn(150, 40) * torch.exp2(torch.arange(150)[:, None] % 7)
     offs = torch.tensor([33, 33, 70, 131])
     cols = "nvfp4@grouped_cols" if fmt == "nvfp4" else ""
-    what = QuantizeGroups(x, Groups(offs, 0), f"{fmt}@rows", cols, "te", True, None)
+    seed = torch.tensor([5])
+    what = QuantizeGroups(x, Groups(offs, 0), f"{fmt}@rows", cols, "te+sr", True, seed)
     bounds = te_mx.dispatch.groups.host_bounds(offs, 0, 150)
     made, expected = cpu_grouped.quantize(what, bounds), reference_grouped._by_groups(what, bounds)
     same(made.row, expected.row)
@@ -189,11 +210,13 @@ def test_scales_of_every_byte(isa):
     codes = ((codes & 15) * 17).contiguous()
     scales = torch.arange(256, dtype=torch.uint8)[:, None].contiguous()
     one = operand(torch.eye(16)[:3], "mxfp8_e4m3@rows")
-    for whole in (1.0, 3.0, 1e-30, 2.0**-140, -7e25, torch.inf, 0.0):
-        w = Operand(codes, scales, "nvfp4@rows", 256, 16, None, torch.tensor(whole))
+    of_rows = torch.exp2(torch.arange(256.0)[:, None] % 99 - 50)  # of weights that were joined
+    sizes = (1.0, 3.0, 1e-30, 2.0**-140, -7e25, torch.inf, 0.0)
+    for whole in (*map(torch.tensor, sizes), of_rows):
+        w = Operand(codes, scales, "nvfp4@rows", 256, 16, None, whole)
         for lhs, rhs in ((one, w), (w, one)):
             out = multiply(lhs, rhs)[0]
-            expected = one.values() @ w.unscaled(F32).T * whole
+            expected = one.values() @ w.unscaled(F32).T * whole.t()
             expected = expected if rhs is w else expected.T
             assert torch.equal(out.isnan(), expected.isnan())
             assert torch.equal(out.nan_to_num(), expected.nan_to_num())

@@ -90,8 +90,8 @@ def check(native, name, args, prefix):
     for field, value in UNKNOWN:
         assert status(field, value) == BAD_ARGUMENT, (name, field, value)
     if hasattr(args, "rule") and name != "pack" and name != "pack_many":
-        assert {status("rule", rule) for rule in (3, 4)} == {UNSUPPORTED}
-        assert status("rule", 5) == BAD_ARGUMENT
+        assert {status("rule", rule) for rule in range(3, 9)} == {UNSUPPORTED}
+        assert status("rule", 9) == BAD_ARGUMENT
 
 
 @pytest.mark.parametrize(("name", "make", "prefix"), ON_CPU, ids=lambda v: v if v else None)
