@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import te_mx
 from te_mx import formats
-from te_mx.backends.cpu import native
+from te_mx.backends.cpu.binding import native
 
 RULES = ("te", "torchao", "modelopt", "compressed_tensors")
 FOUR_OVER_SIX = ("te_4over6", "te_4over6_mse", "te_4over6_448", "te_4over6_mse_448")

@@ -217,9 +217,9 @@ def change_of(kind, other):
         ("compressed-tensors", "weight_global_scale", None, r"no .*up_proj\.weight_global_scale"),
         (
             "modelopt", "weight_scale_2", lambda t: 2 / t,
-            r"up_proj\.weight_scale_2 is .* with which weights go up to .* Read as weight_global",
+            r"up_proj\.weight_scale_2 is .* with which weights go up to .* Read as .*weight_global",
         ),
-        ("compressed-tensors", "weight_global_scale", lambda t: 1 / t, "Read as weight_scale_2"),
+        ("compressed-tensors", "weight_global_scale", lambda t: 1 / t, "as ModelOpt.s weight_sc"),
         ("modelopt", "weight_scale", lambda t: t.float(), r"scales of nvfp4 must be float8_e4m3fn"),
         ("modelopt", "weight", lambda t: t.to(torch.bfloat16), r"codes must be uint8"),
     ],
