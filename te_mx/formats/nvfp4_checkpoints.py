@@ -172,16 +172,25 @@ def tensor_scale(name: str, scale: Any, reciprocal: bool) -> Tensor:
     if not (least > 0 and math.isfinite(most)):
         wrong = plain[~((plain > 0) & (whole > 0) & plain.isfinite() & whole.isfinite())]
         raise ValueError(f"{name} must be positive and finite, got {wrong.flatten()[0].item()}")
-    if most >= _IMPLAUSIBLE:
-        other = "weight_scale_2 of ModelOpt" if reciprocal else "weight_global_scale of "
-        other += "" if reciprocal else "compressed-tensors"
-        raise ValueError(
-            f"{name} is {float(plain.amin() if reciprocal else plain.amax()):.6g}, with which "
-            f"weights go up to {most * _LARGEST:.3g}. Read as {other}, the reciprocal, they go up "
-            f"to {_LARGEST / most:.3g}: if that is right, say so, by the names of its tensors and "
-            "its quantization_config or by the other function of te_mx.formats.nvfp4_checkpoints"
-        )
+    if why := reciprocal_problem(name, whole, reciprocal):
+        raise ValueError(why)
     return whole
+
+
+def reciprocal_problem(name: str, whole: Tensor, reciprocal: bool = False) -> str:
+    """Why a tensor scale, which a number of this name gives, is surely the reciprocal of one; an
+    empty string where it may be one."""
+    top = float(whole.max()) if whole.numel() else 0.0
+    if top < _IMPLAUSIBLE:
+        return ""
+    other = "ModelOpt's weight_scale_2"
+    other = other if reciprocal else "compressed-tensors' weight_global_scale"
+    return (
+        f"{name} is {1 / top if reciprocal else top:.6g}, with which weights go up to "
+        f"{top * _LARGEST:.3g}. Read as {other}, the reciprocal, they go up to "
+        f"{_LARGEST / top:.3g}: if that is right, say so, by the names of the tensors and the "
+        "quantization_config or by the other function of te_mx.formats.nvfp4_checkpoints"
+    )
 
 
 _OURS = "codes", "scales", "tensor_scale"

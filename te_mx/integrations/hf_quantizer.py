@@ -218,7 +218,7 @@ class TeMxQuantizer(HfQuantizer):
             _say_once(
                 "this checkpoint has inputs quantized to NVFP4; te_mx leaves them as they are, "
                 "which loses less. te_mx.freeze_weights(model, drop_master=True, "
-                "activations='nvfp4') quantizes them, in plain torch"
+                "activations='nvfp4') quantizes them"
             )
         if alone := {module for module, plan in plans.items() if plan.weight_only}:
             how: dict[str, Any] = {"activations": "bf16", "filter_fn": lambda m, _: m in alone}

@@ -249,7 +249,6 @@ _EIGHT_BITS = {
 }
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 SCALES = ("_scale", "_scale_inv", *_NAMED.values())
-_TOP = 448.0 * 6.0  # of a code times a block scale
 WHOLE = "_scale_2"  # behind the name of a weight: its tensor scale
 RECIPROCAL = "_global_scale"  # compressed-tensors'
 _OF_INPUTS = "input_scale", "input_global_scale"  # of ModelOpt and compressed-tensors
@@ -557,20 +556,9 @@ def _whole_problem(whole: Any, shape: tuple[int, ...], name: str, ours: bool) ->
         return f"the tensor scale must be a float32 tensor, got {shown(whole)}"
     if whole.numel() != math.prod(expected):
         return f"the tensor scale must have shape {expected}, got {tuple(whole.shape)}"
-    return "" if ours or whole.is_meta else reciprocal_problem(whole)
-
-
-def reciprocal_problem(whole: Tensor) -> str:
-    """Why a tensor scale of a weight is none: numbers of 2^10 and more, which the reciprocal would
-    make usual ones of; an empty string where it may be one."""
-    top = float(whole.max()) if whole.numel() else 0.0
-    if top * _TOP <= 1024.0:
+    if ours or whole.is_meta:
         return ""
-    return (
-        f"the tensor scale {top:.6g} says that weights reach {top * _TOP:.4g}; its reciprocal, as "
-        f"compressed-tensors stores it in weight_global_scale, says {_TOP / top:.4g}. Pass 1 / x "
-        "of that, or te_mx's own state_dict with its metadata if the weights are so large"
-    )
+    return nvfp4_checkpoints.reciprocal_problem("the tensor scale", whole)
 
 
 def _could_be(name: str, codes: Any, scales: Any, end: str) -> bool:

@@ -103,8 +103,9 @@ def disagreements(
 
 
 # ---------------------------------------------------------------------------------------- the page
-def _default(entry: Entry) -> str:
-    return f"`{entry['default']!r}`" if "default" in entry else "required"
+def _argument(entry: Entry) -> str:
+    default = f"={entry['default']!r}" if "default" in entry else ""
+    return f"`{entry['name']}{default}`"
 
 
 def _what(entry: Entry) -> str:
@@ -116,10 +117,12 @@ def _what(entry: Entry) -> str:
 
 
 def _table(entries: list[Entry]) -> list[str]:
-    rows = [
-        f"| `{e['name']}` | {_default(e)} | {_what(e)} | {e.get('note', '')} |" for e in entries
-    ]
-    return ["| argument | default there | te_mx | |", "|---|---|---|---|", *rows, ""]
+    """Arguments of which the same is said share a row, where the first of them stands."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for e in entries:
+        rows.setdefault((_what(e), e.get("note", "")), []).append(_argument(e))
+    lines = [f"| {', '.join(names)} | {' | '.join(said)} |" for said, names in rows.items()]
+    return ["| argument, its default there | te_mx | |", "|---|---|---|", *lines, ""]
 
 
 def page(data: dict[str, Any]) -> str:

@@ -138,12 +138,12 @@ CODES, SCALES, WHOLE = stored((5, 48))
         ),
         (
             "modelopt", (CODES, SCALES, torch.tensor(2688 / 0.5)), ValueError,
-            r"is 5376, with which weights go up to 1\.45e\+07\. Read as weight_global_scale of "
-            r"compressed-tensors, the reciprocal, they go up to 0\.5: if that is right",
+            r"is 5376, with which weights go up to 1\.45e\+07\. Read as compressed-tensors' "
+            r"weight_global_scale, the reciprocal, they go up to 0\.5: if that is right",
         ),
         (
             "compressed_tensors", (CODES, SCALES, torch.tensor([2.0**-7])), ValueError,
-            r"is 0\.0078125, .* up to 3\.44e\+05\. Read as weight_scale_2 of ModelOpt, .* to 21:",
+            r"is 0\.0078125, .* up to 3\.44e\+05\. Read as ModelOpt's weight_scale_2, .* to 21:",
         ),
     ],
 )  # fmt: skip

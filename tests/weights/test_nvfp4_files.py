@@ -15,7 +15,7 @@ import te_mx
 
 transformers = pytest.importorskip("transformers", minversion="5.21")
 safetensors = pytest.importorskip("safetensors.torch")
-from te_mx.integrations import hf_quantizer  # noqa: E402, F401
+from te_mx.integrations import hf_quantizer  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("registered"),
@@ -217,9 +217,9 @@ def change_of(kind, other):
         ("compressed-tensors", "weight_global_scale", None, r"no .*up_proj\.weight_global_scale"),
         (
             "modelopt", "weight_scale_2", lambda t: 2 / t,
-            r"up_proj\.weight_scale_2 is .* with which weights go up to .* Read as weight_global",
+            r"up_proj\.weight_scale_2 is .* with which weights go up to .* Read as .*weight_global",
         ),
-        ("compressed-tensors", "weight_global_scale", lambda t: 1 / t, "Read as weight_scale_2"),
+        ("compressed-tensors", "weight_global_scale", lambda t: 1 / t, "as ModelOpt.s weight_sc"),
         ("modelopt", "weight_scale", lambda t: t.float(), r"scales of nvfp4 must be float8_e4m3fn"),
         ("modelopt", "weight", lambda t: t.to(torch.bfloat16), r"codes must be uint8"),
     ],
@@ -228,6 +228,24 @@ def test_files_that_are_refused(writer, kind, other, match, tmp_path):
     write(tmp_path, writer, change=change_of(kind, other))
     with pytest.raises(ValueError, match=match):
         AUTO.from_pretrained(tmp_path)
+
+
+def test_versions_that_would_cast(tmp_path, monkeypatch):
+    """Transformers before 5.21 casts to the dtype of a placeholder."""
+    monkeypatch.delattr(hf_quantizer.HfQuantizer, "get_new_dtype")
+    monkeypatch.setattr(
+        hf_quantizer.TeMxQuantizer, "get_new_dtype", lambda self, c, p, dtype: dtype
+    )
+    files, _ = write(tmp_path / "one", "modelopt")
+    AUTO.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    check_same(files_of(tmp_path / "two"), files)
+    write(
+        tmp_path / "one",
+        "modelopt",
+        change=change_of("weight_scale", lambda t: t.view(torch.uint8)),
+    )
+    with pytest.raises(ValueError, match=r"up_proj\.weight_scale must be F8_E4M3 .* got U8"):
+        AUTO.from_pretrained(tmp_path / "one")
 
 
 def test_gate_and_up_with_scales_of_their_own(tmp_path, caplog):

@@ -329,6 +329,14 @@ def test_plans(fields, fmt):
     assert isinstance(plan, str) == (fmt is None)  # the reason
 
 
+def test_a_plan_for_each_layer():
+    layers = {"a.experts.0.up": "MXFP8", "a.experts.1.up": "MXFP8", "a.q": "NVFP4"}
+    each = {name: {"quant_algo": algo} for name, algo in layers.items()}
+    plan = plan_of({**MIXED, "quantized_layers": each})
+    assert [plan.of(name).fmt for name in ("a.experts", "a.q")] == ["mxfp8_e4m3", "nvfp4"]
+    assert [plan.leaves_out(name) for name in ("a.experts", "a.q", "a.k")] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     "pattern, name, expected",
     [

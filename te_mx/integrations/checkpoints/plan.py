@@ -40,8 +40,10 @@ class Plan(NamedTuple):
         return formats.get(self.fmt).scaling.scale == "e8m0"
 
     def of(self, name: str) -> Plan:
-        """The plan of a layer."""
-        return (self.layers or {}).get(name, self)
+        """The plan of a layer, or of the layers inside of it (experts)."""
+        layers = self.layers or {}
+        inside = (one for at, one in layers.items() if at.startswith(f"{name}."))
+        return layers.get(name) or next(inside, self)
 
     def leaves_out(self, name: str) -> bool:
         """Whether a module of this name keeps its weights. A pattern is a name, the name of

@@ -148,7 +148,9 @@ def refuse_casts(files: Any, plan: Plan) -> None:
             wanted = {name.removesuffix(scale_end) + code_end: codes for name in scales}
             if plan.has_bytes:
                 wanted |= dict.fromkeys(scales, "U8")
-            elif len(plan.ends) == 2:  # a cast of these to fp32 is none of bytes
+            elif len(plan.ends) == 3:
+                wanted |= dict.fromkeys(scales, "F8_E4M3")
+            else:  # a cast of these to fp32 is none of bytes
                 bytes_ = [one for one in scales if file.get_slice(one).get_dtype() == "U8"]
                 wanted |= dict.fromkeys(bytes_, "F32")
             for name in wanted.keys() & set(file.keys()):
@@ -194,7 +196,8 @@ def put_placeholders(
             codes = (*groups, rows, k // 32, 16)
         each = (*groups, parts_of(module, key), 1) if experts else number
         scales = each if plan.of_tensor else (*groups, *fmt.scales_shape(rows, k))
-        made = [(codes, storage(fmt)), (scales, fmt.scaling.storage)]
+        of_scales = torch.float8_e4m3fn if fmt.tensor_scaled else fmt.scaling.storage
+        made = [(codes, storage(fmt)), (scales, of_scales)]
         made += [(tuple(groups) if experts else number, torch.float32)] * (len(plan.ends) - 2)
         names = [key + end for end in plan.ends]
         if plan.inputs:
