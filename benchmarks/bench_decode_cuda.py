@@ -1,5 +1,6 @@
-"""Few tokens on a Hopper GPU: frozen te_mx.Linear, inputs quantized in the call, against cuBLAS in
-bf16; in CUDA graphs, weights from HBM. And the ways in which the decode kernel may cut them."""
+"""Few tokens on a Hopper GPU: frozen te_mx.Linear, inputs quantized in the call, or as they are
+times NVFP4, against cuBLAS in bf16; in CUDA graphs, weights from HBM. And the ways in which the
+decode kernel may cut them."""
 
 from collections.abc import Iterator
 
@@ -33,7 +34,9 @@ FORMATS = {  # weights: what up to 16 rows must reach, and more
     "mxfp8": (FEW, MORE),
     "mxfp4": (Target(1.8, 3.0), MORE),
     "fp8_block": (FEW, MORE),
+    "nvfp4": (Target(1.8, 2.8), Target(1.4, 1.8)),
 }
+BITS = {"mxfp4": 4.25, "nvfp4": 4.5}  # of a weight; else 8.25
 RECIPES = {
     "mxfp8": BlockScaling(x="mxfp8_e4m3", w="mxfp8_e4m3", g="mxfp8_e5m2"),
     "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
@@ -123,6 +126,8 @@ def decode(context: GpuContext) -> Iterator[Row]:
         for w, recipe in RECIPES.items():
             for layer in layers[w]:
                 te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
+        for layer in layers["nvfp4"]:
+            te_mx.freeze_weights(layer, fmt="nvfp4", activations="bf16", drop_master=True)
         for m in context.pick(TOKENS, (2,)):
             x = context.randn(m, k, seed=m)
             calls: dict[str, Call] = {}
@@ -141,7 +146,7 @@ def decode(context: GpuContext) -> Iterator[Row]:
             each = CALLS if context.device.type == "cuda" else 1
             for w, targets in FORMATS.items():
                 seconds = times.seconds(w) / each
-                nbytes = n * k * (1 / 2 if w == "mxfp4" else 1) + n * k / 32
+                nbytes = n * k * BITS.get(w, 8.25) / 8
                 kernel = LAST_RUN.get(layers[w][0]._tag, "")
                 yield Row(
                     f"decode {w}", f"M{m} {n} {k}", kernel, seconds * 1e6,

@@ -296,6 +296,7 @@ void bind_nvfp4(py::module_& m) {
       .field("col_codes", &Nvfp4QuantizeArgs::col_codes)
       .field("col_scales", &Nvfp4QuantizeArgs::col_scales)
       .field("scale", &Nvfp4QuantizeArgs::scale)
+      .field("square", &Nvfp4QuantizeArgs::square)
       .field("amax", &Nvfp4QuantizeArgs::amax)
       .part("execution", &Nvfp4QuantizeArgs::execution, "")
       .add_to(m, "Nvfp4QuantizeArgs");

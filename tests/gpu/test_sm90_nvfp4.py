@@ -166,7 +166,8 @@ def test_a_frozen_layer_at_any_number_of_rows():
 
 @pytest.mark.parametrize("shape", [(64, 64), (33, 1000), (130, 77), (1, 16), (256, 520)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_quantized_to_the_bytes_of_the_specification(shape, dtype):
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16"])
+def test_quantized_to_the_bytes_of_the_specification(shape, dtype, fmt):
     x = torch.randn(shape, device="cuda") * torch.exp2(
         torch.randint(-20, 12, (shape[0], 1), device="cuda").float()
     )
@@ -174,13 +175,13 @@ def test_quantized_to_the_bytes_of_the_specification(shape, dtype):
     x.view(-1)[1::101] = -0.0
     x = x.clamp(-60000, 60000).to(dtype)
     for case in (x, torch.zeros_like(x), x * 0 + 2.0**-24, (x / 64).round()):
-        found = quantize_2d(case, "nvfp4@rows", "nvfp4@rows", rule="te")
+        found = quantize_2d(case, f"{fmt}@rows", f"{fmt}@rows", rule="te")
         for made, of in ((found.row, case), (found.col, case.t())):
-            codes, scales, whole = formats.get("nvfp4").quantize(of, "te")
+            codes, scales, whole = formats.get(fmt).quantize(of, "te")
             assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)
             assert torch.equal(made.tensor_scale, whole)
     bad = x.clone()
     bad[0, 0], bad[-1, -1] = torch.nan, torch.inf
-    made = quantize_2d(bad, "nvfp4@rows", rule="te").row
-    codes, scales, whole = formats.get("nvfp4").quantize(bad, "te")
+    made = quantize_2d(bad, f"{fmt}@rows", rule="te").row
+    codes, scales, whole = formats.get(fmt).quantize(bad, "te")
     assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)

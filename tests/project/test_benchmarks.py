@@ -106,6 +106,7 @@ CUDA_ROWS = {
         "decode mxfp8": (1.4, 2.0),
         "decode mxfp4": (1.8, 3.0),
         "decode fp8_block": (1.4, 2.0),
+        "decode nvfp4": (1.8, 2.8),
     },
     "decode_groups_cuda": {
         "groups mxfp8": (1.5, 2.0),

@@ -76,6 +76,7 @@ struct Nvfp4QuantizeArgs {
   uint8_t* col_codes = nullptr;   // [cols, ceil(rows / 2)]
   uint8_t* col_scales = nullptr;  // [cols, ceil(rows / 16)]
   float* scale = nullptr;         // of the tensor
+  bool square = false;            // blocks are 16 x 16: [ceil(rows / 16), ..] scales
   uint32_t* amax = nullptr;       // of its numbers, bits; written
   Execution execution;
 };

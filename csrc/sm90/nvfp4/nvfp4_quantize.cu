@@ -67,10 +67,14 @@ struct Made {
   uint32_t scale;
   uint2 codes;
 };
-__device__ __forceinline__ Made quantize_block(const float (&v)[16], float encode, float decode) {
+__device__ __forceinline__ uint32_t largest_of(const float (&v)[16]) {
   uint32_t largest = 0;
 #pragma unroll
   for (const float one : v) largest = max(largest, magnitude(one));
+  return largest;
+}
+__device__ __forceinline__ Made quantize_block(const float (&v)[16], uint32_t largest, float encode,
+                                               float decode) {
   if (largest >= kInfinite) return {0x7F, {0, 0}};
   const float wanted = __uint_as_float(largest) * (encode * 0.16666667163372040f);
   const uint32_t scale = tile::fp8x2<tile::Fp8::e4m3>(wanted, 0.0f) & 0xFF;
@@ -105,6 +109,8 @@ __device__ __forceinline__ void store_codes(uint8_t* to, uint2 codes, int count)
 
 __global__ void __launch_bounds__(kThreads) nvfp4_quantize_tile(const Nvfp4Quantize q) {
   __shared__ float tile_of[kTileRows * kPitch];
+  __shared__ uint32_t square[16];  // the largest of squares of 16 x 16
+  if (threadIdx.x < 16) square[threadIdx.x] = 0;
   tile::let_dependents_start();
   tile::await_predecessors();
   const uint32_t bits = __ldcg(q.to.amax);
@@ -118,14 +124,22 @@ __global__ void __launch_bounds__(kThreads) nvfp4_quantize_tile(const Nvfp4Quant
     const int count = row < q.to.x.rows ? static_cast<int>(min(int64_t{16}, q.to.x.cols - col)) : 0;
     float v[16] = {};
     if (count > 0) load_block(q, row, col, count, v);
+    uint32_t largest = largest_of(v);
+    if (q.to.square) {
+      __syncthreads();
+      atomicMax(square + r / 16 * 4 + c / 16, largest);
+      __syncthreads();
+      largest = square[r / 16 * 4 + c / 16];
+    }
     if (q.to.col_codes != nullptr) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) tile_of[r * kPitch + c + i] = v[i];
     }
     if (q.to.row_codes != nullptr && count > 0) {
-      const Made made = quantize_block(v, encode, decode);
-      q.to.row_scales[row * ((q.to.x.cols + 15) / 16) + col / 16] =
-          static_cast<uint8_t>(made.scale);
+      const Made made = quantize_block(v, largest, encode, decode);
+      if (!q.to.square || r % 16 == 0)
+        q.to.row_scales[(q.to.square ? row / 16 : row) * ((q.to.x.cols + 15) / 16) + col / 16] =
+            static_cast<uint8_t>(made.scale);
       store_codes(q.to.row_codes + row * ((q.to.x.cols + 1) / 2) + col / 2, made.codes,
                   (count + 1) / 2);
     }
@@ -138,9 +152,12 @@ __global__ void __launch_bounds__(kThreads) nvfp4_quantize_tile(const Nvfp4Quant
   float v[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) v[i] = tile_of[(r + i) * kPitch + c];
-  const Made made = quantize_block(v, encode, decode);
+  const Made made =
+      quantize_block(v, q.to.square ? square[r / 16 * 4 + c / 16] : largest_of(v), encode, decode);
   const int count = static_cast<int>(min(int64_t{16}, q.to.x.rows - row));
-  q.to.col_scales[col * ((q.to.x.rows + 15) / 16) + row / 16] = static_cast<uint8_t>(made.scale);
+  if (!q.to.square || c % 16 == 0)
+    q.to.col_scales[(q.to.square ? col / 16 : col) * ((q.to.x.rows + 15) / 16) + row / 16] =
+        static_cast<uint8_t>(made.scale);
   store_codes(q.to.col_codes + col * ((q.to.x.rows + 1) / 2) + row / 2, made.codes,
               (count + 1) / 2);
 }

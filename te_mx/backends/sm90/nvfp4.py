@@ -167,8 +167,9 @@ class Quantizer:
     def __init__(self, p: Problem) -> None:
         self.native, self.index, self.problem = binding.native(), p.place.index, p
         self.record = self.native.Nvfp4QuantizeArgs(
-            x_rows=p.m, x_cols=p.n, x_dtype=FLOAT_DTYPES[p.dtype], device=self.index
-        )
+            x_rows=p.m, x_cols=p.n, x_dtype=FLOAT_DTYPES[p.dtype], device=self.index,
+            square=FORMATS[1] in p.lhs + p.rhs,
+        )  # fmt: skip
 
     def __call__(self, what: Quantize) -> Quantized | None:
         x, m, n = what.x, self.problem.m, self.problem.n
@@ -198,7 +199,10 @@ class HopperNvfp4(Kernel):
     op, name, planner = "quantize", PRODUCT, Quantizer
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(rule="rceil"), "rows", formats=FORMATS[:1])
+        reason = why_not(problem._replace(rule="rceil"), "rows", formats=FORMATS)
+        specs = {spec for spec in (problem.lhs, problem.rhs) if spec}
+        if reason is None and len(specs) > 1:
+            reason = "takes one format for both directions"
         if reason is None and problem.rule != "te":
             reason = f"knows the scale rule te, not {problem.rule}"
         if reason is None and "@any" in problem.lhs + problem.rhs:
