@@ -38,6 +38,16 @@ def test_forward_alone_runs_so(name, recipe):
         assert te_mx.audit(layer)["(root)"].fprop == name
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_both_products_of_a_block_run_so(name, recipe, activation):
+    block = te_mx.LayerNormMLP(128, 256, activation=activation, params_dtype=torch.bfloat16)
+    x = torch.randn(40, 128, dtype=torch.bfloat16)
+    with as_on_hopper.hopper(), te_mx.autocast(recipe=recipe):
+        block(x)
+        assert [row.fprop for row in te_mx.audit(block)] == [name, name]
+
+
 def test_weights_lie_as_ever_and_x_is_aligned_by_itself():
     said = te_mx.explain(m=96, n=40, k=160, precision="invariant")  # the CPU stands for it
     assert said.kernel == "sm90_invariant"
