@@ -66,6 +66,17 @@ def test_tiles_have_the_bytes_of_the_specification(fmt, rows, k):
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp4"])
+@pytest.mark.parametrize(("rows", "k"), [(300, 320), (129, 97), (40, 1000)])
+def test_plain_rows_and_packed_columns_come_of_one_read(fmt, rows, k):
+    x, (row, col) = tokens(rows, k), (f"{fmt}@rows", f"{fmt}@sm90:8")
+    made = ops.quantize_2d(x, row, col, col_sum=True)
+    alone = ops.quantize_2d(x, row).row, ops.quantize_2d(x, col=col).col
+    for one, other in zip(made[:2], alone, strict=True):
+        assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+    same(made.col_sum, ops.quantize_2d(x, row, col_sum=True).col_sum)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp4"])
 def test_errors_are_within_the_bound(fmt):
     m, n, k = 130, 136, 640
     x, w = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
