@@ -152,7 +152,7 @@ def activated(
             return None, a, quantized(a, plan.target)
         made = gemm_2d(
             z, w, Epilogue(bias, act.gelu_form), out_dtype=step.dtype, want_aux=need_h,
-            tag=tags[0], mode=linear_recipe.mode_of(settings, backward=True),
+            tag=tags[0], mode=linear_recipe.mode_of(settings),
         )  # fmt: skip
         return made.aux, made.out, quantized(made.out, plan.target)
     h = linear_recipe.fprop(z, w, bias, settings, step.dtype, tags[0])

@@ -68,8 +68,9 @@ from te_mx.autograd.grad_target import (
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Weight as Parts
+from te_mx.dispatch.problem import INVARIANT
 from te_mx.formats.scaling import is_stochastic
-from te_mx.layouts import ROWS, spec_of
+from te_mx.layouts import ROWS, Layout, spec_of
 from te_mx.recipes.settings import Settings
 from te_mx.runtime import compiled
 from te_mx.runtime.ran import LAST_RUN
@@ -321,7 +322,15 @@ def serving(held: Weight, settings: Settings) -> Weight:
         return held
     op = "gemm_rows" if isinstance(held, Stack) else "gemm"
     wanted = roles(device, settings, op).w.row.partition("@")[2]
-    return held if wanted == (layout.reads_as or layout.name) else plain(held)
+    return held if _stands_for(layout, wanted, settings) else plain(held)
+
+
+def _stands_for(layout: Layout, wanted: str, settings: Settings) -> bool:
+    """Whether products read a weight that is kept in a layout in the place of one in another: at
+    precision "invariant" all read it as one without a master lies."""
+    if settings.precision == INVARIANT and layout.reads_as:
+        return wanted == ROWS.name
+    return wanted == (layout.reads_as or layout.name)
 
 
 def columns_of(row: Operand, settings: Settings) -> Operand:
@@ -512,7 +521,9 @@ class KeptWeight(NamedTuple):
             row, col = at_most_codes(weight_forms(device, settings), settings)
         else:
             row, col = roles(device, settings).w
-        return self.row.spec == row and (self.col is None or self.col.spec == col)
+        fmt, _, wanted = row.partition("@")
+        mine = self.row.format.name == fmt and _stands_for(self.row.layout, wanted, settings)
+        return mine and (self.col is None or self.col.spec == col)
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""

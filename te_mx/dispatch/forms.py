@@ -25,8 +25,7 @@ class Forms(NamedTuple):
 def wanted_layouts(
     device: torch.device, op: str, lhs: str, rhs: str, precision: str, spread: int, rule: str
 ) -> str:
-    """ "<row> <col> <right>": layouts that the kernel of an op wants for two formats of a large
-    problem.
+    """ "<row> <col>": layouts that the kernel of an op wants for two formats of a large problem.
 
     A plain function of constants that returns one.
     """
@@ -48,16 +47,13 @@ def forms(
     sides = (other, fmt) if right else (fmt, other)
     asked = device, op, *sides, precision, spread, rule
     if torch.compiler.is_compiling():
-        return _forms(fmt, compiled.wanted_layouts(*asked), right)
+        row, _, col = compiled.wanted_layouts(*asked).partition(" ")
+        return Forms(f"{fmt}@{row}", f"{fmt}@{col}")
     key = *asked, right
     found = derived().get(key)
     if found is None:
-        found = _forms(fmt, wanted_layouts(*asked), right)
+        row, _, col = wanted_layouts(*asked).partition(" ")
+        found = Forms(f"{fmt}@{row}", f"{fmt}@{col}")
         if device.type != "cuda" or device.index is not None:
             derive(key, found)
     return found
-
-
-def _forms(fmt: str, wanted: str, right: bool) -> Forms:
-    row, col, other = wanted.split(" ")
-    return Forms(f"{fmt}@{(right and other) or row}", f"{fmt}@{col}")

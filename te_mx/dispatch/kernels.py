@@ -30,12 +30,10 @@ def derive(key: Any, made: Any) -> Any:
 
 
 class Wants(NamedTuple):
-    """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones;
-    right: of right operands as rowwise ones, where that is another."""
+    """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones."""
 
     row: str = "rows"
     col: str = "cols"
-    right: str = ""
 
 
 class Kernel:

@@ -152,8 +152,6 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     Raises:
         TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ;
             nothing is changed then.
-        RuntimeError: more codes of a weight must lie aside of its tiles than there is room for; use
-            load_state_dict, and capture graphs again.
     """
     held = model.state_dict(keep_vars=True)
     if missing := sorted(held.keys() ^ given.keys()):
@@ -195,17 +193,14 @@ def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) ->
         parts.append((each[0] if len(each) == 1 else torch.stack(each)).reshape(old.shape))
     row: Operand | Stack = held_as(parts, at_rest(source.settings.w), source.shapes[key])
     made, stored = settled(row), module._stored(key)
-    for old, new in zip(stored, (made.codes, made.scales, made.packed), strict=False):
+    for part, old, new in zip(
+        ("codes", "scale", "aside"), stored, (made.codes, made.scales, made.packed), strict=False
+    ):
         assert new is not None
-        new = new.view(old.dtype)
-        if old.dim() == 2 and new.shape[-1] < old.shape[-1] and old.dtype == torch.int64:
-            new = torch.cat([new, new[:, -1:].expand(-1, old.shape[-1] - new.shape[-1])], 1)
-        if new.shape != old.shape:
-            raise RuntimeError(
-                f"rollout.load_: {prefix}{key} needs room for {new.shape[-1]} codes aside of its "
-                f"tiles and has {old.shape[-1]}; use load_state_dict and capture graphs again"
-            )
-        old.copy_(new)
+        if part == "aside":  # of which there may be more now: no product reads it
+            module.register_buffer(f"{key}_aside", new, persistent=False)
+        else:
+            old.copy_(new.view(old.dtype))
     return set(names)
 
 

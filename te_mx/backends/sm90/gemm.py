@@ -13,6 +13,7 @@ from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.sm90 import binding, split_k, ways
 from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
+from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
@@ -240,18 +241,18 @@ class Adaptive(Kernel):
 
 class Invariant(Adaptive):
     """FP8 tensor cores, where a row of D depends on its row of lhs and on rhs alone: scales of x
-    are aligned in each row's 128 of k, those of weights in tiles as ever, and k is one piece. Sums
-    of 128 products (32 where a tile of the weight is spread) times powers of two are added up in
-    fp32 from left to right, whatever the blocks of D are."""
+    are aligned in each row's 128 of k, those of weights as where they stand still without masters
+    (layouts/frozen.py), and k is one piece. Sums of 128 products (32 where a tile of the weight is
+    spread) times powers of two are added up in fp32 from left to right, whatever the blocks of D
+    are."""
 
     name, invariant = "sm90_invariant", True
 
     def accepts(self, problem: Problem) -> str | None:
-        made = as_multiplied(problem)
-        lhs, rhs = spec_of(made.lhs), spec_of(made.rhs).layout
-        reason = why_not(made, "rows", "cols", "sm90")
-        if reason is None and not (lhs.layout.exact and (rhs.exact or rhs.name == _right(made))):
-            reason = f"takes x in rows and weights in {_right(made)}"
+        lhs, rhs = spec_of(problem.lhs), spec_of(problem.rhs).layout
+        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
+        if reason is None and not (lhs.layout.exact and (rhs.exact or rhs is SM90_FROZEN)):
+            reason = f"takes operands in rows, or weights in {SM90_FROZEN.name}"
         if reason is None and problem.precision != INVARIANT:
             reason = f"is for precision 'invariant', this asks for {problem.precision!r}"
         if reason is None and lhs.format.element.name == "e5m2":
@@ -259,7 +260,7 @@ class Invariant(Adaptive):
         return reason or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
-        return Wants(right=_right(problem))
+        return Wants()
 
     def note(self, problem: Problem) -> str:
         return "scales of x are aligned in each row's 128 of k; docs/invariance.md has the error"
@@ -274,16 +275,52 @@ class Invariant(Adaptive):
         return self.name
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
-        if side == "lhs" or not operand.layout.exact:
-            return operand
-        return run.convert(operand, f"{operand.format.name}@{_right(problem)}")
+        return self._in_tiles(operand) if side == "rhs" else operand
+
+    @staticmethod
+    def _in_tiles(weight: Operand) -> Operand:
+        """A weight as one that stands still without a master lies, where it would lie in tiles.
+        Waits for nothing: what lies aside, products do not read."""
+        made = weight
+        if weight.layout.name == "cols" and weight.format.name == frozen.FORMAT:
+            codes, scales = weight.codes.t().contiguous(), weight.scales.t().contiguous()
+            made = weight._replace(
+                codes=codes, scales=scales, spec=f"{weight.format.name}@rows", packed=None
+            )
+        return frozen_tiles(made) if _lies_in_tiles(made.spec, made.k) else made
 
     def make_plan(self, problem: Problem) -> Plan:
-        return Products(self.name, problem, 1, spreads=(BY_ROWS, problem.spread))
+        p, spreads = problem, (BY_ROWS, problem.spread)
+        fmt, layout = spec_of(p.rhs)
+        if not (layout.exact and _lies_in_tiles(f"{fmt.name}@rows", p.k)):
+            return Products(self.name, p, 1, spreads=spreads)
+        tiles = p._replace(rhs=f"{fmt.name}@{SM90_FROZEN.name}")
+        products = Products(self.name, tiles, 1, spreads=spreads)
+        return lambda q: products(q._replace(rhs=self._in_tiles(q.rhs)))
 
 
-def _right(problem: Problem) -> str:
-    return f"sm90:{problem.spread}"
+def _lies_in_tiles(spec: str, k: int) -> bool:
+    """As backends/sm90/rest.py."""
+    return spec == f"{frozen.FORMAT}@rows" and k % 16 == 0
+
+
+def frozen_tiles(row: Operand) -> Operand:
+    """A plain weight in the tiles of layouts/frozen.py, without what lies aside."""
+    native, device = binding.native(), row.codes.device
+    with torch.inference_mode(False):  # it may outlive the mode
+        made = binding.empty_operand(f"{frozen.FORMAT}@{SM90_FROZEN.name}", row.rows, row.k, device)
+        aside = torch.empty((2, 1), dtype=torch.int64, device=device)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+    codes, scales = row.codes.contiguous(), row.scales.contiguous()
+    places = [part.data_ptr() for part in (codes, scales, made.codes, made.scales)]
+    index = device.index
+    status = native.pack_frozen(
+        places, *codes.shape, aside.data_ptr(), 1, counts.data_ptr(), index or 0,
+        binding.stream(index),
+    )  # fmt: skip
+    if not binding.supported(status):
+        raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this weight")
+    return made
 
 
 class ExactProducts:

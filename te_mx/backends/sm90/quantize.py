@@ -101,7 +101,9 @@ class HopperQuantize(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", "sm90")
-        return reason or one_read(problem.lhs, problem.rhs) or why_not_dtype(problem)
+        if reason is None and not _plain_and_packed(problem):
+            reason = one_read(problem.lhs, problem.rhs)
+        return reason or why_not_dtype(problem)
 
     def make_plan(self, problem: Problem) -> Quantizer:
         alone = problem.lhs and not problem.rhs and words_of(problem.lhs)[1] == "k_last"
@@ -155,6 +157,15 @@ def why_not_randomly(problem: Problem, plain: Kernel) -> str | None:
     if reason is None and stochastic and words_of(specs[0])[0] != "e2m1":
         reason = f"rounds MXFP4 stochastically, not {spec_of(specs[0]).format.name}"
     return reason
+
+
+def _plain_and_packed(problem: Problem) -> bool:
+    """Whether plain rows and packed columns of one format are asked for, as of inputs at precision
+    "invariant"."""
+    if not (problem.lhs and problem.rhs):
+        return False
+    (row, rows), (col, columns) = map(spec_of, (problem.lhs, problem.rhs))
+    return row == col and rows.name == "rows" and hasattr(columns, "spread")
 
 
 def _in_one_read(problem: Problem) -> bool:

@@ -38,6 +38,16 @@ def test_forward_alone_runs_so(name, recipe):
         assert te_mx.audit(layer)["(root)"].fprop == name
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_both_products_of_a_block_run_so(name, recipe, activation):
+    block = te_mx.LayerNormMLP(128, 256, activation=activation, params_dtype=torch.bfloat16)
+    x = torch.randn(40, 128, dtype=torch.bfloat16)
+    with as_on_hopper.hopper(), te_mx.autocast(recipe=recipe):
+        block(x)
+        assert [row.fprop for row in te_mx.audit(block)] == [name, name]
+
+
 def test_weights_lie_as_ever_and_x_is_aligned_by_itself():
     said = te_mx.explain(m=96, n=40, k=160, precision="invariant")  # the CPU stands for it
     assert said.kernel == "sm90_invariant"
@@ -47,7 +57,7 @@ def test_weights_lie_as_ever_and_x_is_aligned_by_itself():
     te_mx.freeze_weights(layer, recipe=recipe)
     with te_mx.autocast(recipe=recipe), torch.no_grad():
         layer(torch.randn(40, 160))
-    assert "mxfp8_e4m3@sm90:8" in te_mx.audit(layer)["(root)"].lies
+    assert "mxfp8_e4m3@sm90_frozen" in te_mx.audit(layer)["(root)"].lies
 
 
 def test_groups_run_one_by_one_where_the_host_knows_them(calls):
@@ -60,3 +70,24 @@ def test_groups_run_one_by_one_where_the_host_knows_them(calls):
     assert calls.count("gemm_rows") == calls.count("gemm_k") == 1  # of backward
     expected = torch.cat([x[:7] @ layer.weight0.t(), x[7:] @ layer.weight1.t()])
     torch.testing.assert_close(y, expected, rtol=0.5, atol=0.5)
+    for drop in (False, True):
+        te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
+        with te_mx.autocast(recipe=recipe), torch.no_grad():
+            assert torch.equal(layer(x, [7, 33]), y)
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_a_snapshot_lies_in_tiles_whatever_lies_aside_of_them(grow):
+    recipe = MXFP8BlockScaling(precision="invariant")
+    trainer, engine = (te_mx.Linear(160, 96, bias=False) for _ in range(2))
+    for one in (trainer, engine)[: 1 if grow else 2][-1:]:
+        one.weight.data[:, ::32] *= 100  # what is aligned to it loses bits, which lie aside
+    te_mx.freeze_weights(engine, drop_master=True, recipe=recipe)
+    assert engine._lies["weight"] == "sm90_frozen"
+    places = engine.weight_codes.data_ptr(), engine.weight_scale.data_ptr()
+    te_mx.rollout.load_(engine, te_mx.rollout.snapshot(trainer, recipe=recipe))
+    assert places == (engine.weight_codes.data_ptr(), engine.weight_scale.data_ptr())
+    assert te_mx.rollout.digest(engine) == te_mx.rollout.digest(trainer, recipe=recipe)
+    x = torch.randn(7, 160)
+    with te_mx.autocast(recipe=recipe), torch.no_grad():
+        assert torch.equal(engine(x), trainer(x))
