@@ -26,8 +26,8 @@ def why_forced() -> str | None:
 
     Raises ValueError for a name that no backend has.
     """
-    if forced not in ("", "triton"):
-        raise ValueError(f'TE_MX_BACKEND must be "triton" or not set, got {forced!r}')
+    if forced not in ("", "triton", "vendor"):
+        raise ValueError(f'TE_MX_BACKEND must be "triton" or "vendor" or not set, got {forced!r}')
     return f"TE_MX_BACKEND={forced} asks for another backend" if forced else None
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 
 import te_mx
+from te_mx.backends.base import forced
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.sm90 import binding as sm90
+from te_mx.backends.triton import binding as triton
 from te_mx.dispatch.problem import place_of
 from te_mx.dispatch.tuned.use import tables_of
 
@@ -141,13 +143,26 @@ def of_gpus() -> Iterator[str]:
             f"{properties.multi_processor_count} multiprocessors, {memory:.0f} GiB, "
             f"driver {_driver()}"
         )
-        why = sm90.problem(index)
-        if why is None:
-            yield f"cuda:{index} runs the Hopper kernels"
-        elif (properties.major, properties.minor) == (9, 0):
-            yield f"{WRONG}: cuda:{index} is a Hopper GPU and runs in plain torch: {why}"
-        else:
-            yield f"cuda:{index} runs in plain torch: {why}"
+        yield from _kernels(index, (properties.major, properties.minor) == (9, 0))
+
+
+def _kernels(index: int, hopper: bool) -> Iterator[str]:
+    """Which kernels a GPU runs, and what nobody verified."""
+    why = sm90.problem(index)
+    if why is None:
+        yield f"cuda:{index} runs the Hopper kernels"
+        return
+    missing = triton.missing()
+    ran = f"Triton's kernels, and cuBLAS's where torch has them ({why})"
+    if missing is not None:
+        ran = f"plain torch, which is slow: {why}; Triton {missing}"
+    asked = forced and missing is None
+    yield f"{f'{WRONG}: ' if hopper and not asked else ''}cuda:{index} runs {ran}"
+    if not hopper:
+        yield (
+            "the authors have had no such GPU: its kernels were compiled, and run in an interpreter"
+        )
+        yield f"python -m te_mx conformance --device cuda:{index} verifies them"
 
 
 def _driver() -> str:

@@ -58,3 +58,17 @@ def test_what_is_wrong_is_said_and_is_the_exit_status(capsys, tmp_path, monkeypa
     code, said = diagnosis(capsys, "--no-gemm")
     monkeypatch.undo()
     assert code == 1 and "WRONG: everything runs in plain torch: it was not built" in said
+
+
+def test_a_gpu_that_nobody_has_run(monkeypatch):
+    why = "needs a Hopper GPU (sm_90), cuda:1 is sm_100"
+    monkeypatch.setattr(doctor.sm90, "problem", lambda index: why)
+    monkeypatch.setattr(doctor.triton, "missing", lambda: None)
+    said = list(doctor._kernels(1, False))
+    assert said[0] == f"cuda:1 runs Triton's kernels, and cuBLAS's where torch has them ({why})"
+    assert "had no such GPU" in said[1] and "te_mx conformance --device cuda:1" in said[2]
+    assert next(doctor._kernels(1, True)).startswith(doctor.WRONG)
+    monkeypatch.setattr(doctor, "forced", "triton")
+    assert list(doctor._kernels(1, True)) == said[:1]
+    monkeypatch.setattr(doctor.triton, "missing", lambda: "needs Triton: pip install triton")
+    assert "plain torch" in (line := next(doctor._kernels(1, False))) and "pip install" in line

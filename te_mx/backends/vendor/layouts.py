@@ -1,0 +1,57 @@
+"""What torch.nn.functional.scaled_mm asks of scales, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.formats import Format
+from te_mx.layouts.base import Layout, Parts, Shape
+
+_TALL, _WIDE = 128, 4  # scales of a tile: 128 rows, 4 blocks
+_ROUND = 32
+
+
+class Swizzled(Layout):
+    """Codes by rows, scales [rows rounded up to 128, blocks rounded up to 4] as SWIZZLE_32_4_4.
+
+    Tiles of 128 rows and 4 blocks lie behind each other, those of the same rows first; in a tile
+    the scale of row r and block b is byte (r % 32) * 16 + r // 32 * 4 + b. What pads is 0. cuBLAS,
+    "1D Block Scaling Factors Layout".
+    """
+
+    name = "torch_swizzled"
+    refused = "formats but MX ones and NVFP4 with blocks of one row"
+
+    def takes(self, fmt: Format) -> bool:
+        return fmt.scaling.scale != "fp32" and fmt.scaling.block[0] == 1
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        padded = -(-rows // _TALL) * _TALL, -(-fmt.blocks(k) // _WIDE) * _WIDE
+        return fmt.codes_shape(rows, k), padded
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        rows, blocks = scales.shape
+        pad = torch.nn.functional.pad(scales, (0, -blocks % _WIDE, 0, -rows % _TALL))
+        tiles = pad.view(-(-rows // _TALL), _TALL // _ROUND, _ROUND, -(-blocks // _WIDE), _WIDE)
+        return codes, tiles.permute(0, 3, 2, 1, 4).contiguous().view(pad.shape)
+
+    def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        tall, wide = scales.shape
+        tiles = scales.reshape(tall // _TALL, wide // _WIDE, _ROUND, _TALL // _ROUND, _WIDE)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall, wide)
+        return codes, plain[: len(codes), : fmt.blocks(k)].contiguous()
+
+
+def of_rows(scales: Tensor) -> Tensor:
+    """fp32 scales [rows, blocks] of blocks of 1 x 128, columns behind each other."""
+    return scales.t().contiguous().t()
+
+
+def of_squares(scales: Tensor) -> Tensor:
+    """fp32 scales [rows, blocks along k] of blocks of 128 x 128 as [blocks along k rounded up to 4,
+    rows], columns behind each other."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).t()
+
+
+SWIZZLED = Swizzled()
