@@ -113,18 +113,18 @@ constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
 // Of one matrix of MXFP8 in tiles and of plain MXFP4 a CTA has 128 rows instead
 // (decode/wide_kernel.cuh, wide_e2m1.cuh), and x is aligned for a quad, in so many passes at most
 // (decode/aligned_rows.cuh): bytes of a quad of x, of rows of a block, and quads times rows of x
-// that a CTA makes by itself.
-inline constexpr int kMostPasses = 4, kWideOwnQuads = 64;
+// that a CTA makes by itself, of weights of 8 and of 4 bits.
+inline constexpr int kMostPasses = 4, kWideOwnQuads = 128, kFp4OwnQuads = 256;
 constexpr int aligned_bytes(int rows) { return rows * (kDecodeQuad + 4); }
 constexpr int wide_rows(int64_t m, int64_t groups = 0) {
   const int rows = decode_rows(m, groups);
-  return groups > 0 && m >= 64 * groups ? 128 : rows < 16 ? 16 : rows;
+  return rows < 16 ? 16 : rows;
 }
 // CTAs of a cluster, the parts of k: three for two SMs, more or less, were the fastest of all that
 // there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md). Of
-// groups, however many, four are thought to have rows.
+// groups, however many, 16 are thought to have rows.
 constexpr int wide_cluster(int64_t n, int64_t k, int sms, int64_t groups = 0) {
-  const int64_t tiles = (n + 127) / 128 * (groups > 0 ? 4 : 1),
+  const int64_t tiles = (n + 127) / 128 * (groups > 0 ? 16 : 1),
                 best = (290 * int64_t{sms} / 100 + tiles) / (2 * tiles);
   const int64_t most = decode_quads(k) < kDecodeMaxCluster ? decode_quads(k) : kDecodeMaxCluster;
   return static_cast<int>(best < 1 ? 1 : best < most ? best : most);

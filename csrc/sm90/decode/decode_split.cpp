@@ -141,8 +141,8 @@ int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
   }
   const int rows_wide = wide_rows(m, groups);
   const int64_t blocks = decode_blocks(m, groups, rows_wide);
-  const int64_t wide = (quads + 1) / 2 * 2 * blocks *
-                       (kMostPasses * aligned_bytes(rows_wide) + (rows_wide + 15) / 16);
+  const int64_t wide =
+      quads * blocks * (kMostPasses * aligned_bytes(rows_wide) + (rows_wide + 15) / 16);
   return std::max(few, wide);
 }
 

@@ -21,9 +21,9 @@ Status launch_align(const AlignedInput& x, int blocks, void* stream) {
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
 Status run_wide(const DecodeTask& t, int spread, int sms) {
-  const WideParams p = wide_params(t, spread, wide_cluster(t.n, t.k, sms), 1);
+  const WideParams p = wide_params(t, spread, wide_cluster(t.n, t.k, sms));
   const int rows = wide_rows(p.x.m);
-  if (wide_makes(p, p.x.m, 1)) {
+  if (wide_makes(p, p.x.m, kWideOwnQuads)) {
     const Status status = run<WideMath<8, true>>(p, t);
     if (status != Status::unsupported) return status;
   }

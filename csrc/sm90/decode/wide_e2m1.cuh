@@ -4,7 +4,8 @@
 // (mxtile/sm90/fp4.cuh), so nothing of a weight is rounded; a block that lies further below the
 // largest one of its quad comes in a further pass, where all others are zeros.
 //
-// A third warpgroup asks for everything and looks at scales, a lane at those of a row.
+// A third warpgroup asks for everything and makes of the scales of a row, its lane's, the tables
+// that say what becomes of the codes of its blocks: the others read tables, and look at no scale.
 #pragma once
 
 #include "decode/wide_kernel.cuh"
@@ -13,28 +14,24 @@
 namespace te_mx::sm90 {
 
 inline constexpr int kFp4Threads = kWideMath + 128;
-// Two quads are a stage: rows of whole 128 bytes.
-inline constexpr int kFp4Quads = 2, kFp4RowBytes = kFp4Quads * kDecodeQuad / 2;
-inline constexpr int kFp4Weights = kWideRows * kFp4RowBytes;
-// Of all rows over a quad: eight times the octaves that blocks lie below the largest one, a byte
-// each, and the scale of the largest one.
-inline constexpr int kFp4Rows = kWideRows * 8;
-// Codes of blocks that lie so far below are normal numbers of E4M3. Bytes of blocks of NaN, and of
-// those that a pass leaves out, have bit 7.
-inline constexpr uint32_t kFp4Far = 11, kFp4Nan = 0x80, kFp4None = 0xFF;
+inline constexpr int kFp4Weights = kWideRows * kDecodeQuad / 2;  // bytes of a quad
+inline constexpr int kFp4Pairs = kWideRows * 16;                // of tables of two blocks, all rows
+inline constexpr int kFp4Rows = 2 * kFp4Pairs + kWideRows * 4;  // and of the scales of rows
+// Tables: of every u that tile::Fp4Table takes, of NaN, of blocks that a pass leaves out.
+inline constexpr int kFp4Nan = tile::kFp4Spread + 1, kFp4None = kFp4Nan + 1;
 // What scales of blocks with other codes than zeros may be, but for NaN (sm90_decode.h).
 inline constexpr uint32_t kFp4Least = 24, kFp4Most = 215;
 
-// kSmCtas: on an SM. kTwo: both quads are multiplied at once.
-template <int kCols, bool kMakes, int kSmCtas, bool kTwo>
+// kTwoQuads: they are multiplied at once, where there are registers.
+template <int kCols, bool kMakes>
 struct WideFp4 {
   static constexpr int kX = kCols, kFloats = kCols / 2, kThreads = kFp4Threads;
-  static constexpr bool kMakesX = kMakes, kTwoQuads = kTwo;
-  static constexpr int kCtas = kSmCtas, kRegisters = kCtas == 1 ? 216 : 104;
+  static constexpr bool kMakesX = kMakes, kTwoQuads = kCols <= 16;
   static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
-  static constexpr int kStage = kFp4Weights + (kMakesX ? 0 : kFp4Quads * kCodes);
-  static constexpr int kBeside = kFp4Quads * (kFp4Rows + (kMakesX ? 0 : kScales));
-  static constexpr int kQuads = kFp4Quads, kArrivals = 1 + 4, kPassLists = 2;
+  static constexpr int kStage = kFp4Weights + (kMakesX ? 0 : kCodes);
+  static constexpr int kBeside = kFp4Rows + (kMakesX ? 0 : kScales);
+  static constexpr int kArrivals = 1 + 4, kPassLists = 2;
+  static constexpr int kTables = 8 * (kFp4None + 1);
   static constexpr bool kNibbles = true;
 };
 
@@ -75,19 +72,19 @@ struct ScalesOfRow {
   }
 };
 
-// What becomes of a row's four blocks in a pass: how far they lie below the largest one (kFp4Rows),
-// and its exponent.
-struct BlocksOfRow {
-  uint32_t below, exponent;
+// What becomes of a row's four blocks in a pass: numbers of their tables, a byte each, and the
+// exponent of their codes.
+struct TablesOfRow {
+  uint32_t tables, exponent;
   bool more;  // blocks are left to further passes
 
-  __device__ __forceinline__ BlocksOfRow(uint32_t scales, int pass) {
+  __device__ __forceinline__ TablesOfRow(uint32_t scales, int pass) {
     const uint32_t even = scales & 0x00FF00FFu, odd = scales >> 8 & 0x00FF00FFu;
     const uint32_t most2 = __vmaxu2(even, odd), least2 = __vminu2(even, odd);
     const uint32_t most = max(most2 & 0xFFFF, most2 >> 16),
                    least = min(least2 & 0xFFFF, least2 >> 16);
-    exponent = most, below = (most * 0x01010101u - scales) << 3, more = false;
-    if (pass > 0 || least < kFp4Least || most > kFp4Most || most - least > kFp4Far)
+    exponent = most, tables = most * 0x01010101u - scales, more = false;
+    if (pass > 0 || least < kFp4Least || most > kFp4Most || most - least > tile::kFp4Spread)
       choose(scales, pass);
   }
 
@@ -102,16 +99,16 @@ struct BlocksOfRow {
     }
 #pragma unroll 1
     for (int i = 0; i <= pass; ++i) {
-      exponent = 0, below = 0;
+      exponent = 0, tables = 0;
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         if (left >> b & 1) exponent = max(exponent, scales >> 8 * b & 255);
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         const uint32_t e = scales >> 8 * b & 255;
-        const bool taken = (left >> b & 1) != 0 && exponent - e <= kFp4Far;
-        const uint32_t far = taken ? (exponent - e) * 8 : e == 255 && i == 0 ? kFp4Nan : kFp4None;
-        below |= far << 8 * b;
+        const bool taken = (left >> b & 1) != 0 && exponent - e <= tile::kFp4Spread;
+        const uint32_t table = taken ? exponent - e : e == 255 && i == 0 ? kFp4Nan : kFp4None;
+        tables |= table << 8 * b;
         if (taken) left &= ~(1u << b);
       }
     }
@@ -120,33 +117,8 @@ struct BlocksOfRow {
   }
 };
 
-// Tables of a row's blocks, whose bytes are `below`: E2M1 times 2^(6 - octaves).
-struct TablesOfRow {
-  uint32_t low[4], high[4];
-
-  __device__ __forceinline__ explicit TablesOfRow(uint32_t below) {
-    constexpr uint32_t kLow = 0x6C686000u, kHigh = 0x7C787470u;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint32_t octaves = __byte_perm(below, 0, 0x4440 + b);
-      low[b] = kLow - octaves * 0x01010100u, high[b] = kHigh - octaves * 0x01010101u;
-    }
-    if ((below & 0x80808080u) != 0) {
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const uint32_t byte = below >> 8 * b & 255;
-        if (byte == kFp4Nan) low[b] = high[b] = 0x7F7F7F7Fu;
-        if (byte == kFp4None) low[b] = high[b] = 0;
-      }
-    }
-  }
-  __device__ __forceinline__ tile::Fp4Table table(int b) const {
-    return tile::Fp4Table(uint2{low[b], high[b]});
-  }
-};
-
-// Calls stage(pass of x, pass of weights, i) for all of further passes, and begin() of the two
-// numbers before the stages of each.
+// Calls quad(pass of x, pass of weights, i) for all of further passes, and begin() of the two
+// numbers before the quads of each.
 template <class Math, class Begin, class Quad>
 __device__ __forceinline__ void further_passes(const WidePlace<Math>& at, const Begin& begin,
                                                const Quad& quad) {
@@ -174,45 +146,44 @@ struct Fp4Source {
   __device__ __forceinline__ int* w_passes() const { return at.passes + at.p.parts.least + 1; }
   __device__ __forceinline__ void ask_weights(int i, int s) const {
     const uint32_t bar = at.full + 8 * s;
-    constexpr int kInput = Math::kMakesX ? 0 : kFp4Quads * (Math::kCodes + Math::kScales);
+    constexpr int kInput = Math::kMakesX ? 0 : Math::kCodes + Math::kScales;
     tile::mbar_arrive_expect(bar, kFp4Weights + kInput);
-    tile::tma_load(at.stage(s), map, bar, (at.first + i) * kFp4RowBytes, at.row0());
+    tile::tma_load(at.stage(s), map, bar, (at.first + i) * (kDecodeQuad / 2), at.row0());
   }
   __device__ __forceinline__ void ask_x(int pass, int i, int s) const {
     if constexpr (!Math::kMakesX) {
       const uint32_t bar = at.full + 8 * s;
-#pragma unroll
-      for (int j = 0; j < kFp4Quads; ++j) {
-        const uint8_t* const from = at.p.x.at(at.block, pass, (at.first + i) * kFp4Quads + j);
-        tile::bulk_load(at.stage(s) + kFp4Weights + j * Math::kCodes, from, Math::kCodes, bar);
-        tile::bulk_load(at.beside(s) + kFp4Quads * kFp4Rows + j * Math::kScales,
-                        from + Math::kCodes, Math::kScales, bar);
-      }
+      const uint8_t* const from = at.p.x.at(at.block, pass, at.first + i);
+      tile::bulk_load(at.stage(s) + kFp4Weights, from, Math::kCodes, bar);
+      tile::bulk_load(at.beside(s) + kFp4Rows, from + Math::kCodes, Math::kScales, bar);
     }
   }
-  // What becomes of the row's blocks in both quads of stage i, to place s.
-  __device__ __forceinline__ void give_rows(const uint32_t (&words)[kFp4Quads], int pass, int i,
-                                            int s) const {
+  // The tables of the row's blocks of quad i to stage s.
+  __device__ __forceinline__ void give_tables(uint32_t word, int pass, int i, int s) const {
+    const TablesOfRow own(word, pass);
+    const uint32_t tables = at.base + at.room.tables_at, to = at.beside(s) + row * 16;
+    const auto table = [&](int b) {
+      return tile::ld_shared_u32x2(tables + (own.tables >> 8 * b & 255) * 8);
+    };
+    const uint2 t0 = table(0), t1 = table(1), t2 = table(2), t3 = table(3);
+    tile::st_shared_u32x4(to, uint4{t0.x, t0.y, t1.x, t1.y});
+    tile::st_shared_u32x4(to + kFp4Pairs, uint4{t2.x, t2.y, t3.x, t3.y});
     // NOTE: rows r and r + 8 of 16 side by side.
-    const uint32_t to = at.beside(s) + (row & ~15) * 8 + (row & 7) * 16 + (row & 8);
-#pragma unroll
-    for (int j = 0; j < kFp4Quads; ++j) {
-      const BlocksOfRow own(words[j], pass);
-      tile::st_shared_u32x2(to + j * kFp4Rows, own.below,
-                            (own.exponent - tile::kFp4Headroom) << 23);
-      if (pass == 0 && own.more) {
-        int passes = 2;
-        while (BlocksOfRow(words[j], passes - 1).more) ++passes;
-        atomicMax(w_passes() + i, passes), atomicMax(at.most_passes + 1, passes);
-      }
+    const int place = row & ~15 | (row & 7) * 2 | (row >> 3 & 1);
+    tile::st_shared_u32(at.beside(s) + 2 * kFp4Pairs + place * 4,
+                        (own.exponent - tile::kFp4Headroom) << 23);
+    if (pass == 0 && own.more) {
+      int passes = 2;
+      while (TablesOfRow(word, passes - 1).more) ++passes;
+      atomicMax(w_passes() + i, passes), atomicMax(at.most_passes + 1, passes);
     }
     __syncwarp();
     if (tile::elect_one()) tile::mbar_arrive(at.bars + s);
   }
-  // All stages, one after the other.
+  // All quads, one after the other.
   __device__ __forceinline__ void give_all() const {
     const int stages = at.p.stages, last = at.first + at.length;
-    int chunk = at.first / 2;
+    int chunk = at.first / 4;
     uint4 now = scales.four(chunk);
     if (copies) {
       const int ahead = min(stages, at.length);
@@ -226,18 +197,18 @@ struct Fp4Source {
     int i = 0, s = 0;
     uint32_t phase = 1;
 #pragma unroll 1
-    for (; 2 * chunk < last; ++chunk) {
+    for (; 4 * chunk < last; ++chunk) {
       const uint4 next = scales.four(chunk + 1);
-      const uint32_t words[2][kFp4Quads] = {{now.x, now.y}, {now.z, now.w}};
+      const uint32_t words[4] = {now.x, now.y, now.z, now.w};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (2 * chunk + j < at.first || 2 * chunk + j >= last) continue;
+      for (int j = 0; j < 4; ++j) {
+        if (4 * chunk + j < at.first || 4 * chunk + j >= last) continue;
         if (i >= stages) {
           tile::mbar_wait(at.empty + 8 * s, phase);
           if (copies) ask_weights(i, s), ask_x(0, i, s);
           __syncwarp();
         }
-        give_rows(words[j], 0, i, s);
+        give_tables(words[j], 0, i, s);
         ++i;
         if (++s == stages) s = 0, phase ^= 1;
       }
@@ -251,14 +222,16 @@ struct Fp4Source {
     further_passes(
         at, [&](int, int) {},
         [&](int pass, int w_pass, int i) {
-          const int s = turn % stages;
+          const int s = turn % stages, q = at.first + i;
           tile::mbar_wait(at.empty + 8 * ((turn - 1) % stages), (turn - 1) / stages & 1);
           if (copies) ask_weights(i, s), ask_x(pass, i, s);
           __syncwarp();
-          const uint4 four = scales.four((at.first + i) / 2);
-          const bool upper = (at.first + i) % 2 != 0;
-          const uint32_t words[kFp4Quads] = {upper ? four.z : four.x, upper ? four.w : four.y};
-          give_rows(words, w_pass, i, s);
+          const uint4 four = scales.four(q / 4);
+          give_tables(q % 4 == 0   ? four.x
+                      : q % 4 == 1 ? four.y
+                      : q % 4 == 2 ? four.z
+                                   : four.w,
+                      w_pass, i, s);
           ++turn;
         });
   }
@@ -269,20 +242,25 @@ struct Fp4Sums : WideTotals<Math> {
   static constexpr int kFloats = Math::kFloats;
   using Quad = uint32_t[4][4];  // operands of a quad of weights
 
-  // w: the lane's place in the codes of 16 rows over a quad; low, high: of rows g and g + 8.
-  static __device__ __forceinline__ void make(Quad& a, uint32_t w, uint32_t low, uint32_t high) {
-    const TablesOfRow of_low(low), of_high(high);
+  // w: the lane's place in the codes of 16 rows; tables: of the lane's row g.
+  static __device__ __forceinline__ void make(Quad& a, uint32_t w, uint32_t tables) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t codes[4];
       tile::ldmatrix_x4(codes, w ^ (half << 5));
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        uint32_t (&to)[4] = a[2 * half + j];
-        const uint2 first = of_low.table(2 * half + j).eight(codes[2 * j]),
-                    second = of_high.table(2 * half + j).eight(codes[2 * j + 1]);
-        to[0] = first.x, to[2] = first.y, to[1] = second.x, to[3] = second.y;
-      }
+      const uint4 low = tile::ld_shared_u32x4(tables + half * kFp4Pairs),
+                  high = tile::ld_shared_u32x4(tables + half * kFp4Pairs + 128);
+      const auto eight = [](uint32_t x, uint32_t y, uint32_t nibbles, uint32_t& first,
+                            uint32_t& second) {
+        const uint2 to = tile::Fp4Table(uint2{x, y}).eight(nibbles);
+        first = to.x, second = to.y;
+      };
+      uint32_t (&first)[4] = a[2 * half];
+      uint32_t (&second)[4] = a[2 * half + 1];
+      eight(low.x, low.y, codes[0], first[0], first[2]);
+      eight(high.x, high.y, codes[1], first[1], first[3]);
+      eight(low.z, low.w, codes[2], second[0], second[2]);
+      eight(high.z, high.w, codes[3], second[1], second[3]);
     }
 #pragma unroll
     for (int b = 0; b < 4; ++b) tile::wgmma_pin(a[b]);
@@ -299,7 +277,7 @@ struct Fp4Sums : WideTotals<Math> {
 };
 
 template <class Math>
-__global__ void __launch_bounds__(kFp4Threads, Math::kCtas)
+__global__ void __launch_bounds__(kFp4Threads, 2)
     wide_fp4_kernel(const __grid_constant__ CUtensorMap map,
                     const __grid_constant__ WideFp4Params given) {
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -310,13 +288,24 @@ __global__ void __launch_bounds__(kFp4Threads, Math::kCtas)
   const WidePlace<Math> at(p, smem);
   if (!at.take_rows()) return;
   if (threadIdx.x == kWideMath) tile::tma_prefetch(&map), at.start();
+  if (threadIdx.x <= kFp4None) {
+    const int u = static_cast<int>(threadIdx.x);
+    const tile::Fp4Table table(u <= static_cast<int>(tile::kFp4Spread) ? u : 0);
+    const bool nan = u == kFp4Nan, none = u == kFp4None;
+    reinterpret_cast<uint2*>(smem + at.room.tables_at)[u] = {nan    ? 0x7F7F7F7Fu
+                                                             : none ? 0
+                                                                    : table.low,
+                                                             nan    ? 0x7F7F7F7Fu
+                                                             : none ? 0
+                                                                    : table.high};
+  }
   __syncthreads();
   if (p.cluster > 1) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
   tile::let_dependents_start();
 
   constexpr int kPassesKnown = 1, kMath = 2;  // named barriers
   if (warp >= kWideMath / 32) {
-    tile::registers_down<Math::kCtas == 1 ? 72 : 32>();
+    tile::registers_down<32>();
     const int row = static_cast<int>(threadIdx.x) - kWideMath;
     const int n = at.rows().group * p.n + min(at.tile_n * kWideRows + row, p.n - 1);
     const Fp4Source<Math> source{at,
@@ -331,7 +320,7 @@ __global__ void __launch_bounds__(kFp4Threads, Math::kCtas)
     return;
   }
 
-  tile::registers_up<Math::kRegisters>();
+  tile::registers_up<104>();
   tile::await_predecessors();
   if constexpr (Math::kMakesX) {
     make_first(at);
@@ -340,57 +329,59 @@ __global__ void __launch_bounds__(kFp4Threads, Math::kCtas)
     find_passes(at);
   }
   Fp4Sums<Math> sums;
-  const uint32_t w_at = warp * (kFp4Weights / 8) + tile::swizzle128(lane % 16, lane / 16);
-  const uint32_t own_at = warp * 128 + lane / 4 * 16;
+  const uint32_t w_at = warp * (kFp4Weights / 8) + tile::swizzle64(lane % 16, lane / 16);
+  const uint32_t tables_at = warp * 256 + lane / 4 * 16, own_at = warp * 64 + lane / 4 * 8;
   const uint32_t scales_at = lane % 4 * (Math::kX == 8 ? 8 : 16);
   int s = 0;
   uint32_t phase = 0;
-  // Begins quad j of stage i of the CTA, which is at place s; own: of the lane's rows.
-  const auto begin = [&](float (&d)[Math::kFloats], typename Fp4Sums<Math>::Quad& a, uint4& own,
-                         int i, int j) {
-    const uint32_t w = at.stage(s);
-    const uint32_t x = Math::kMakesX ? at.base + at.room.x_at + (i * kFp4Quads + j) * Math::kCodes
-                                     : w + kFp4Weights + j * Math::kCodes;
-    own = tile::load_shared16(at.beside(s) + j * kFp4Rows + own_at);
-    sums.make(a, w + (w_at ^ (j << 6)), own.x, own.z);
-    sums.start(d, a, x);
-  };
-  const auto take = [&](float (&d)[Math::kFloats], const uint4& own, int i, int j, auto later) {
-    const uint32_t scales =
-        Math::kMakesX ? at.base + at.room.x_scales_at + (i * kFp4Quads + j) * Math::kScales
-                      : at.beside(s) + kFp4Quads * kFp4Rows + j * Math::kScales;
-    sums.template promote<decltype(later)::value>(d, __uint_as_float(own.y), __uint_as_float(own.w),
-                                                  scales + scales_at);
-  };
-  const auto stage = [&](int i, auto later) {
-    tile::mbar_wait(at.full + 8 * s, phase);
-    if constexpr (Math::kTwoQuads) {
-      float d0[Math::kFloats], d1[Math::kFloats];
-      typename Fp4Sums<Math>::Quad a0, a1;
-      uint4 own0, own1;
-      begin(d0, a0, own0, i, 0);
-      begin(d1, a1, own1, i, 1);
-      tile::wgmma_wait<1>();
-      take(d0, own0, i, 0, later);
-      tile::wgmma_wait<0>();
-      take(d1, own1, i, 1, later);
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < kFp4Quads; ++j) {
-        float d[Math::kFloats];
-        typename Fp4Sums<Math>::Quad a;
-        uint4 own;
-        begin(d, a, own, i, j);
-        tile::wgmma_wait<0>();
-        take(d, own, i, j, later);
-      }
-    }
-    __syncwarp();
-    if (tile::elect_one()) tile::mbar_arrive(at.bars + kWideMostStages + s);
+  const auto next = [&] {
     if (++s == p.stages) s = 0, phase ^= 1;
   };
+  // Begins quad i of the CTA in stage s.
+  const auto begin = [&](float (&d)[Math::kFloats], typename Fp4Sums<Math>::Quad& a, int i) {
+    tile::mbar_wait(at.full + 8 * s, phase);
+    const uint32_t w = at.stage(s);
+    const uint32_t x = Math::kMakesX ? at.base + at.room.x_at + i * Math::kCodes : w + kFp4Weights;
+    sums.make(a, w + w_at, at.beside(s) + tables_at);
+    sums.start(d, a, x);
+  };
+  const auto take = [&](float (&d)[Math::kFloats], int i, int s, auto later) {
+    const uint32_t beside = at.beside(s);
+    const uint32_t scales =
+        Math::kMakesX ? at.base + at.room.x_scales_at + i * Math::kScales : beside + kFp4Rows;
+    const uint2 own = tile::load_shared8(beside + 2 * kFp4Pairs + own_at);
+    sums.template promote<decltype(later)::value>(d, __uint_as_float(own.x), __uint_as_float(own.y),
+                                                  scales + scales_at);
+    __syncwarp();
+    if (tile::elect_one()) tile::mbar_arrive(at.bars + kWideMostStages + s);
+  };
+  const auto one = [&](int i, auto later) {
+    float d[Math::kFloats];
+    typename Fp4Sums<Math>::Quad a;
+    begin(d, a, i);
+    tile::wgmma_wait<0>();
+    take(d, i, s, later);
+    next();
+  };
+  int done = 0;
+  if constexpr (Math::kTwoQuads) {
 #pragma unroll 1
-  for (int i = 0; i < at.length; ++i) stage(i, std::false_type{});
+    for (; done + 1 < at.length; done += 2) {
+      float d0[Math::kFloats], d1[Math::kFloats];
+      typename Fp4Sums<Math>::Quad a0, a1;
+      begin(d0, a0, done);
+      const int first = s;
+      next();
+      begin(d1, a1, done + 1);
+      tile::wgmma_wait<1>();
+      take(d0, done, first, std::false_type{});
+      tile::wgmma_wait<0>();
+      take(d1, done + 1, s, std::false_type{});
+      next();
+    }
+  }
+#pragma unroll 1
+  for (; done < at.length; ++done) one(done, std::false_type{});
   tile::named_barrier(kPassesKnown, kFp4Threads);
   further_passes(
       at,
@@ -402,7 +393,7 @@ __global__ void __launch_bounds__(kFp4Threads, Math::kCtas)
           tile::named_barrier(kMath, kWideMath);
         }
       },
-      [&](int, int, int i) { stage(i, std::true_type{}); });
+      [&](int, int, int i) { one(i, std::true_type{}); });
   if (p.cluster > 1) tile::cluster_wait();
   send_wide(at, sums, warp, lane);
   if (p.cluster > 1) {

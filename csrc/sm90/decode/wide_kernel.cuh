@@ -39,29 +39,28 @@ struct WideParams {
 
 // Where things lie in shared memory. x: of a CTA that makes it, codes of all quads, then scales.
 struct WideRoom {
-  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, bytes;
+  int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, tables_at, bytes;
 };
 
 // kMakes: every CTA makes its x.
 template <int kCols, bool kMakes>
 struct WideMath {
-  static constexpr int kX = kCols, kFloats = kCols / 2, kCtas = 2;
+  static constexpr int kX = kCols, kFloats = kCols / 2;
   static constexpr int kThreads = kWideThreads;
   static constexpr bool kMakesX = kMakes;
   static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
   // Of a stage, with prepared x; beside it scales of both.
   static constexpr int kStage = kWideWeights + (kMakesX ? 0 : kCodes);
   static constexpr int kBeside = kWideWords + (kMakesX ? 0 : kScales);
-  static constexpr int kQuads = 1;     // of a stage
   static constexpr int kArrivals = 1;  // at its barrier
-  static constexpr int kPassLists = 1;
+  static constexpr int kPassLists = 1, kTables = 0;
   static constexpr bool kNibbles = false;
 };
 
 // longest: stages of the longest part.
 template <class Math>
 __host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int longest) {
-  const int quads = Math::kMakesX ? longest * Math::kQuads : 0;
+  const int quads = Math::kMakesX ? longest : 0;
   WideRoom r{};
   r.x_at = stages * Math::kStage;
   r.sums_at = r.x_at + quads * Math::kCodes;
@@ -70,7 +69,8 @@ __host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int lo
   r.passes_at = r.beside_at + stages * Math::kBeside;
   r.bars_at = r.passes_at + (Math::kPassLists * longest + 1) / 2 * 8;
   r.rows_at = r.bars_at + (2 * kWideMostStages + 2) * 8;
-  r.bytes = r.rows_at + 16;
+  r.tables_at = r.rows_at + 16;
+  r.bytes = r.tables_at + Math::kTables;
   return r;
 }
 
@@ -278,20 +278,29 @@ __device__ __forceinline__ void each_quad(const WidePlace<Math>& at, const Quads
   const int worker = static_cast<int>(threadIdx.x) / 16, lane = threadIdx.x % 16;
   // NOTE: both halves of a warp have a row of the same quad.
   const int count = at.rows().count, even = (count + 1) & ~1;
-  const int all = at.length * Math::kQuads * even;
-#pragma unroll 1
-  for (int begin = worker; begin < all; begin += kWorkers * kMakeBatch) {
+  const int all = at.length * even;
+  struct Batch {
     MadeEight x[kMakeBatch];
     int quad[kMakeBatch], row[kMakeBatch];
+  };
+  const auto load = [&](Batch& to, int begin) {
 #pragma unroll
     for (int j = 0; j < kMakeBatch; ++j) {
       const int one = begin + j * kWorkers, q = one / even, r = one - q * even;
-      const int k = (at.first * Math::kQuads + q) * kDecodeQuad + lane * 8;
+      const int k = (at.first + q) * kDecodeQuad + lane * 8;
       const bool there = one < all && r < count;
-      quad[j] = q, row[j] = there ? r : -1;
-      x[j].load(a.in, a.row(at.rows().first + (there ? r : 0)), k, there ? a.k - k : 0);
+      to.quad[j] = q, to.row[j] = there ? r : -1;
+      to.x[j].load(a.in, a.row(at.rows().first + (there ? r : 0)), k, there ? a.k - k : 0);
     }
-    quads(x, quad, row);
+  };
+  // NOTE: the next batch is on its way while one is made.
+  Batch now, next;
+  load(now, worker);
+#pragma unroll 1
+  for (int begin = worker; begin < all; begin += kWorkers * kMakeBatch) {
+    load(next, begin + kWorkers * kMakeBatch);
+    quads(now.x, now.quad, now.row);
+    now = next;
   }
 }
 
@@ -361,7 +370,7 @@ __device__ __forceinline__ void make_first(const WidePlace<Math>& at) {
 #pragma unroll 1
       for (; passes == 0 || eight.more(); ++passes) eight.pass(passes, a.spread, made);
       if (row[j] >= 0 && passes > 1)
-        atomicMax(at.passes + quad[j] / Math::kQuads, passes), atomicMax(at.most_passes, passes);
+        atomicMax(at.passes + quad[j], passes), atomicMax(at.most_passes, passes);
     }
   });
   tile::fence_async_proxy();
@@ -392,12 +401,12 @@ template <class Math>
 __device__ __forceinline__ void find_passes(const WidePlace<Math>& at) {
   constexpr int kGroups = Math::kX / kAlignRows;
   const int groups = (at.rows().count + kAlignRows - 1) / kAlignRows;
-  for (int i = threadIdx.x; i < at.length * Math::kQuads; i += kWideMath) {
+  for (int i = threadIdx.x; i < at.length; i += kWideMath) {
     int most = 1;
     for (int g = 0; g < groups; ++g)
       most = max(most, int{__ldcg(at.p.x.passes + int64_t{at.block * kGroups + g} * at.p.x.quads +
-                                  at.first * Math::kQuads + i)});
-    if (most > 1) atomicMax(at.passes + i / Math::kQuads, most), atomicMax(at.most_passes, most);
+                                  at.first + i)});
+    if (most > 1) atomicMax(at.passes + i, most), atomicMax(at.most_passes, most);
   }
 }
 

@@ -13,10 +13,7 @@ namespace te_mx::sm90 {
 Status launch_align(const AlignedInput& x, int blocks, void* stream);
 
 // Shared memory of a CTA. NOTE: two share an SM: those of a product and of the next.
-template <class Math>
-constexpr int wide_smem() {
-  return (Math::kCtas == 1 ? 216 : 112) * 1024;
-}
+inline constexpr int kWideSmem = 112 * 1024;
 
 // Fills in blocks and stages of `p`, a part of `params`; has x prepared, and starts the kernel.
 // row_bytes: of a row of weights in a stage.
@@ -30,7 +27,7 @@ Status launch_wide(void (*kernel)(CUtensorMap, Params), Params& params, WidePara
   const int longest = p.parts.least + 1;
   p.stages = std::min(longest, kWideMostStages);
   const auto bytes = [&] { return wide_room<Math>(p.stages, p.cluster, longest).bytes; };
-  while (p.stages > 0 && bytes() > wide_smem<Math>()) --p.stages;
+  while (p.stages > 0 && bytes() > kWideSmem) --p.stages;
   if (p.stages < 2) return Status::unsupported;
   CUtensorMap map;
   if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
@@ -46,8 +43,8 @@ Status launch_wide(void (*kernel)(CUtensorMap, Params), Params& params, WidePara
   int device = 0;
   cudaGetDevice(&device);
   if (prepared != device) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wide_smem<Math>());
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWideSmem);
     if (error != cudaSuccess) return started(error);
     prepared = device;
   }
@@ -59,22 +56,21 @@ Status launch_wide(void (*kernel)(CUtensorMap, Params), Params& params, WidePara
 }
 
 // What does not depend on the instance.
-inline WideParams wide_params(const DecodeTask& t, int spread, int cluster, int stage_quads) {
+inline WideParams wide_params(const DecodeTask& t, int spread, int cluster) {
   WideParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.from = t.from, p.x.m = t.rows.m,
   p.x.k = static_cast<int>(t.k), p.x.spread = spread;
-  const int stages = (static_cast<int>(decode_quads(t.k)) + stage_quads - 1) / stage_quads;
-  p.x.quads = stages * stage_quads;
+  p.x.quads = static_cast<int>(decode_quads(t.k));
   p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
-  p.n = static_cast<int>(t.n), p.cluster = std::min(cluster, stages), p.out = t.p.out;
-  p.parts = shares_of(stages, p.cluster);
+  p.n = static_cast<int>(t.n), p.cluster = cluster, p.out = t.p.out;
+  p.parts = shares_of(p.x.quads, p.cluster);
   return p;
 }
 
-// Whether every CTA makes its slice of few rows of x, `rows` in a block.
-inline bool wide_makes(const WideParams& p, int rows, int stage_quads) {
+// Whether every CTA makes its slice of few rows of x, `rows` in a block, `most` quads times rows.
+inline bool wide_makes(const WideParams& p, int rows, int most) {
   return rows <= 8 && p.x.in.plain(p.x.k) &&
-         (p.parts.least + 1) * stage_quads * std::max(std::min(p.x.m, 8), 3) <= kWideOwnQuads;
+         (p.parts.least + 1) * std::max(std::min(p.x.m, 8), 3) <= most;
 }
 
 }  // namespace te_mx::sm90
