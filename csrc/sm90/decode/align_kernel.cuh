@@ -15,7 +15,7 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
   if (!rows.begin(block) || rows.group < 0) return;
   const bool there = r < rows.count;
   Eight x;
-  x.load(a.in, there ? a.row(rows.first + r) : 0, k, there ? a.k - k : 0);
+  x.load(a.in, there ? rows.first + r : 0, k, there ? a.k - k : 0);
   AlignedEight eight(x, a.in);
   bool more = true;
   int passes = 0;

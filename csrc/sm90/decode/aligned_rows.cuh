@@ -14,14 +14,12 @@ namespace te_mx::sm90 {
 // rows without blocks in a pass are 0, and their codes hold anything. `passes`: of [16 rows][quad].
 struct AlignedInput {
   DecodeInput in;
-  DecodeRows rows_of;             // which rows a block has
-  const int32_t* from = nullptr;  // row of `in` of every row, or null
+  DecodeRows rows_of;  // which rows a block has
   int m = 0, k = 0, quads = 0, spread = 0;
   int rows = 0;  // of a block, 16 at least
   uint8_t* made = nullptr;
   uint8_t* passes = nullptr;
 
-  __device__ __forceinline__ int row(int i) const { return from == nullptr ? i : __ldcg(from + i); }
   __device__ __forceinline__ uint8_t* at(int64_t block, int pass, int quad) const {
     return made + ((block * kMostPasses + pass) * quads + quad) * aligned_bytes(rows);
   }

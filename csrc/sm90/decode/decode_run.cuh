@@ -11,7 +11,6 @@ struct DecodeTask {
   DecodeCodes w;
   DecodeSplit split;
   DecodeRows rows;
-  const int32_t* from = nullptr;  // rows of x, of wide kernels alone
   int64_t n = 0, k = 0;
   void* workspace = nullptr;
   void* stream = nullptr;

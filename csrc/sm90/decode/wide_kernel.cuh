@@ -290,7 +290,7 @@ __device__ __forceinline__ void each_quad(const WidePlace<Math>& at, const Quads
       const int k = (at.first + q) * kDecodeQuad + lane * 8;
       const bool there = one < all && r < count;
       to.quad[j] = q, to.row[j] = there ? r : -1;
-      to.x[j].load(a.in, a.row(at.rows().first + (there ? r : 0)), k, there ? a.k - k : 0);
+      to.x[j].load(a.in, at.rows().first + (there ? r : 0), k, there ? a.k - k : 0);
     }
   };
   // NOTE: the next batch is on its way while one is made.

@@ -58,8 +58,8 @@ Status launch_wide(void (*kernel)(CUtensorMap, Params), Params& params, WidePara
 // What does not depend on the instance.
 inline WideParams wide_params(const DecodeTask& t, int spread, int cluster) {
   WideParams p;
-  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.from = t.from, p.x.m = t.rows.m,
-  p.x.k = static_cast<int>(t.k), p.x.spread = spread;
+  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k),
+  p.x.spread = spread;
   p.x.quads = static_cast<int>(decode_quads(t.k));
   p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
   p.n = static_cast<int>(t.n), p.cluster = cluster, p.out = t.p.out;
