@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/room.h"
+#include "mxtile/mx/e4m3_values.hpp"
 #include "mxtile/mx/nibbles.hpp"
 #include "mxtile/mx/round.hpp"
 #include "mxtile/quant/stochastic.hpp"
@@ -552,14 +553,16 @@ void decode_as(const Run& run) {
       put<kCols>(run.codes + at, n, codes);
     }
     if (run.scale_span == 1) put<kCols>(run.scales + at, n, scales);
-    for (int b = 0; run.scale_span == kB && b * kB < n; ++b) {
-      std::memset(scales + b * kB, run.scales[at / kB + b], kB);
-    }
     if (run.whole_stride != 0) std::memcpy(whole, run.whole + at, static_cast<size_t>(n) * 4);
     Out* out = n < kCols ? last : static_cast<Out*>(run.out) + at;
     for (int c = 0; c < kCols; c += S::kLanes) {
       const auto code = mxtile::simd::decode<S, mx::E2M1>(S::load_u8(codes + c));
-      const auto scale = mxtile::simd::decode<S, mx::E4M3>(S::load_u8(scales + c));
+      auto scale = S::set(0.0f);
+      if (run.scale_span == 1) {
+        scale = mxtile::simd::decode<S, mx::E4M3>(S::load_u8(scales + c));
+      } else if (c < n) {
+        scale = S::set(mx::kScaleValues.of[run.scales[(at + c) / kB]]);
+      }
       const auto value = S::mul(S::mul(code, scale), S::load(whole + c));
       if constexpr (D == DType::f32) {
         S::store(out + c, value);
