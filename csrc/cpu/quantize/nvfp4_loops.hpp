@@ -486,7 +486,7 @@ struct Buffers {
 template <class S, ScaleRule R>
 void quantize_as(const Tile& t) {
   const InRoom<Buffers> room;
-  auto& [x, transformed, random] = *room;
+  Values &x = room->x, &transformed = room->transformed, &random = room->words;
   load(t, x);
   for (int r = 0; t.col_sum != nullptr && r < t.rows; ++r) {
     for (int c = 0; c < t.cols; ++c) t.col_sum[c] += mx::as_float(x[r][c]);
