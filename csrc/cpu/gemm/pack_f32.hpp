@@ -4,6 +4,7 @@
 
 #include "common/parallel.h"
 #include "gemm/gemm_internal.hpp"
+#include "mxtile/mx/e4m3_values.hpp"
 #include "mxtile/simd/decode.hpp"
 #include "mxtile/simd/transpose.hpp"
 
@@ -26,19 +27,7 @@ template <class S, class E>
   mxtile::simd::BlockDecoder<S, E>::run(codes, factor, out);
 }
 
-// The values of an E4M3 scale.
-struct ScaleValues {
-  float of[256];
-};
-constexpr ScaleValues make_scale_values() {
-  ScaleValues v{};
-  for (int i = 0; i < 256; ++i) {
-    const uint32_t bits = mxtile::mx::decode<mxtile::mx::E4M3>(static_cast<uint8_t>(i), 127);
-    v.of[i] = __builtin_bit_cast(float, bits);
-  }
-  return v;
-}
-inline constexpr ScaleValues kScaleValues = make_scale_values();
+using mxtile::mx::kScaleValues;
 
 // As decode_block(), of NVFP4 from k on, a multiple of 32.
 template <class S, class E>

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/room.h"
+#include "mxtile/mx/e4m3_values.hpp"
 #include "mxtile/mx/nibbles.hpp"
 #include "mxtile/mx/round.hpp"
 #include "mxtile/quant/stochastic.hpp"
@@ -365,11 +366,11 @@ struct Encoder<mxtile::simd::Avx512, R> {
 };
 #endif
 
-// Those of blocks of a row, for every element.
-inline void spread(const Scales& blocks, Scales& each) {
+// Those of blocks of a row, from one on, for every element.
+inline void spread(const Scales& blocks, int first, Scales& each) {
   for (int c = 0; c < kCols; ++c) {
-    each.factor[c] = blocks.factor[c / kB];
-    each.mask[c] = blocks.mask[c / kB];
+    each.factor[c] = blocks.factor[first + c / kB];
+    each.mask[c] = blocks.mask[first + c / kB];
   }
 }
 
@@ -388,32 +389,35 @@ void round_randomly(const uint32_t* x, const Scales& s, const uint32_t* words, u
 
 template <class S, ScaleRule R>
 void make_rows(const Tile& t, const Values& x, const Scales* square, const Values* words) {
+  static_assert(kRows * kBlocks == kCols);
   const bool bf16 = t.dtype == DType::bf16;
   Whole whole = whole_of<R>(t.row_amax[0], bf16);
-  for (int r = 0; r < t.rows; ++r) {
-    Scales own;
-    const Scales* s = square;
-    if (square == nullptr) {
-      if (t.row_amax_stride != 0) whole = whole_of<R>(t.row_amax[r], bf16);
-      for (int b = 0; b < kBlocks; b += S::kLanes) {
-        make_scales<S, R>(block_maxima<S>(x[r] + b * kB), whole, bf16, b, own);
-      }
-      s = &own;
+  Scales own;  // of all rows first, which do not wait for each other
+  for (int r = 0; square == nullptr && r < t.rows; ++r) {
+    if (t.row_amax_stride != 0) whole = whole_of<R>(t.row_amax[r], bf16);
+    for (int b = 0; b < kBlocks; b += S::kLanes) {
+      const auto bamax = block_maxima<S>(x[r] + b * kB);
+      make_scales<S, R>(bamax, whole, bf16, r * kBlocks + b, own);
     }
+  }
+  const Scales& s = square == nullptr ? own : *square;
+  for (int r = 0; r < t.rows; ++r) {
+    const int first = square == nullptr ? r * kBlocks : 0;
     alignas(64) uint8_t packed[kCols / 2];
     for (int b = 0; words == nullptr && b < kBlocks; b += 2) {
-      Encoder<S, R>::rows(x[r] + b * kB, *s, b, packed + b * kB / 2);
+      Encoder<S, R>::rows(x[r] + b * kB, s, first + b, packed + b * kB / 2);
     }
     if (words != nullptr) {
       alignas(64) uint8_t codes[kCols];
       Scales each;
-      spread(*s, each);
+      spread(s, first, each);
       round_randomly<R>(x[r], each, (*words)[r], codes);
       mx::pack_nibbles<kCols / 2>(codes, packed);
     }
     put<kCols / 2>(packed, (t.cols + 1) / 2, t.row_codes + r * t.row_code_stride);
     if (square == nullptr || r == 0) {
-      put_bytes<kBlocks>(s->code, (t.cols + kB - 1) / kB, t.row_scales + r * t.row_scale_stride);
+      const int blocks = (t.cols + kB - 1) / kB;
+      put_bytes<kBlocks>(s.code + first, blocks, t.row_scales + r * t.row_scale_stride);
     }
   }
 }
@@ -453,7 +457,7 @@ void make_columns(const Tile& t, const Values& x, const Scales* square, const Va
       put_apart(s.code, t.cols, t.col_scales, t.col_scale_stride);
     }
   } else {
-    spread(*square, s);
+    spread(*square, 0, s);
     put_apart(square->code, (t.cols + kB - 1) / kB, t.col_scales, t.col_scale_stride);
   }
   alignas(64) uint8_t codes[kRows][kCols];
@@ -482,7 +486,7 @@ struct Buffers {
 template <class S, ScaleRule R>
 void quantize_as(const Tile& t) {
   const InRoom<Buffers> room;
-  auto& [x, transformed, random] = *room;
+  Values &x = room->x, &transformed = room->transformed, &random = room->words;
   load(t, x);
   for (int r = 0; t.col_sum != nullptr && r < t.rows; ++r) {
     for (int c = 0; c < t.cols; ++c) t.col_sum[c] += mx::as_float(x[r][c]);
@@ -549,14 +553,16 @@ void decode_as(const Run& run) {
       put<kCols>(run.codes + at, n, codes);
     }
     if (run.scale_span == 1) put<kCols>(run.scales + at, n, scales);
-    for (int b = 0; run.scale_span == kB && b * kB < n; ++b) {
-      std::memset(scales + b * kB, run.scales[at / kB + b], kB);
-    }
     if (run.whole_stride != 0) std::memcpy(whole, run.whole + at, static_cast<size_t>(n) * 4);
     Out* out = n < kCols ? last : static_cast<Out*>(run.out) + at;
     for (int c = 0; c < kCols; c += S::kLanes) {
       const auto code = mxtile::simd::decode<S, mx::E2M1>(S::load_u8(codes + c));
-      const auto scale = mxtile::simd::decode<S, mx::E4M3>(S::load_u8(scales + c));
+      auto scale = S::set(0.0f);
+      if (run.scale_span == 1) {
+        scale = mxtile::simd::decode<S, mx::E4M3>(S::load_u8(scales + c));
+      } else if (c < n) {
+        scale = S::set(mx::kScaleValues.of[run.scales[(at + c) / kB]]);
+      }
       const auto value = S::mul(S::mul(code, scale), S::load(whole + c));
       if constexpr (D == DType::f32) {
         S::store(out + c, value);

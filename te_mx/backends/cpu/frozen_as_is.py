@@ -101,9 +101,8 @@ class AsIs(OneCopy):
             reason = "takes inputs as they are"
         if reason is None:
             reason = why_not_dtype(problem)
-        if problem.groups:  # which read their weights again for so many rows
-            return reason
-        if reason is None and problem.m > (most := MOST_ROWS[stream_for(problem.dtype)]):
+        most = MOST_ROWS[stream_for(problem.dtype)] * (problem.groups or 1) if reason is None else 0
+        if reason is None and problem.m > most:
             reason = f"takes at most {most} rows"
         return reason
 

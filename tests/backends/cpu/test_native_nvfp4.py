@@ -16,7 +16,7 @@ from te_mx._ops.grouped_gemm import gemm_rows
 from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
-from te_mx.backends.cpu.frozen_as_is import stream_for
+from te_mx.backends.cpu.frozen_as_is import MOST_ROWS, stream_for
 from te_mx.backends.cpu.grouped import few_and_many
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import quantize as reference
@@ -251,12 +251,13 @@ def test_groups_of_rows_as_they_are(isa, fmt, dtype):
     torch.manual_seed(0)
     layer = te_mx.GroupedLinear(3, 130, 21, dtype=dtype)
     te_mx.freeze_weights(layer, drop_master=True, fmt=fmt, activations="bf16")
-    x = torch.randn(97, 130).to(dtype)
-    splits = [70, 0, 27]
+    rows = min(97, 3 * MOST_ROWS[stream_for(dtype)])
+    x, first = torch.randn(rows, 130).to(dtype), rows * 3 // 4
+    splits = [first, 0, rows - first]
     with torch.no_grad():
         y = layer(x, splits)
         assert te_mx.audit(layer)["(root)"].fprop == stream_for(dtype)
-        for i, (start, end) in enumerate(((0, 70), (70, 70), (70, 97))):
-            for row in range(start, end, 9):
+        for i, (start, end) in enumerate(((0, first), (first, first), (first, rows))):
+            for row in range(start, end, 5):
                 alone = layer(x[row : row + 1], [int(j == i) for j in range(3)])
                 assert torch.equal(alone[0], y[row])

@@ -11,6 +11,7 @@
 #include "mxtile/simd/cpu.hpp"
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #include "mxtile/bf16/avx512.hpp"
+#include "mxtile/quant/e2m1_avx512.hpp"
 #endif
 
 using namespace mxtile::bf16;
@@ -163,6 +164,54 @@ void test_vector_tiles(Element format) {
 }
 #endif
 
+// Codes of 4 bits under E4M3 scales, two of them a word; and how such codes are made.
+void test_scaled_codes() {
+  for (int scale = 0; scale < 256; ++scale) {
+    uint8_t packed[32], scales[4];
+    for (int i = 0; i < 32; ++i) packed[i] = static_cast<uint8_t>(17 * i + scale);
+    for (int b = 0; b < 4; ++b) scales[b] = static_cast<uint8_t>(scale + 37 * b);
+    alignas(64) uint16_t words[4][32];
+    PortableDecoder::scaled_block(packed, scales, words[0]);
+    PortableDecoder::scaled_block(packed + 16, scales + 2, words[1]);
+    PortableDecoder::split_scaled_line(packed, scales, words[2], words[3]);
+    for (int k = 0; k < 64; ++k) {
+      const int code = packed[k / 2] >> (k % 2 * 4) & 15;
+      const double value =
+          code_value(Element::e2m1, code) * code_value(Element::e4m3, scales[k / 16]);
+      const uint16_t word = words[k / 32][k % 32];
+      check(std::isnan(value) ? std::isnan(word_value(word)) : word_value(word) == value, "scaled",
+            code, scales[k / 16]);
+      check(words[2 + k % 2][k / 2] == word, "split", k, scale);
+    }
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    alignas(64) uint16_t got[32], odd[32];
+    Avx512Decoder::scaled_block(packed, scales, got);
+    check(std::memcmp(got, words[0], sizeof got) == 0, "scaled words", scale, 0);
+    Avx512Decoder::split_scaled_line(packed, scales, got, odd);
+    check(std::memcmp(got, words[2], sizeof got) == 0, "even scaled words", scale, 0);
+    check(std::memcmp(odd, words[3], sizeof odd) == 0, "odd scaled words", scale, 0);
+#endif
+  }
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+  // Every upper half of a pattern, with nothing, little and much below it.
+  for (uint32_t upper = 0; upper < 0x10000; upper += 32) {
+    for (const uint32_t below : {0u, 1u, 0x8000u, 0xFFFFu}) {
+      alignas(64) uint32_t x[32];
+      alignas(64) uint16_t codes[32];
+      for (uint32_t i = 0; i < 32; ++i) x[i] = (upper + i) << 16 | below;
+      namespace q = mxtile::quant::avx512;
+      q::store(codes, q::e2m1_words(q::load(x), q::load(x + 16)));
+      for (int i = 0; i < 32; ++i) {
+        const uint32_t most =
+            (x[i] & 0x7FFFFFFF) > 0x40E00000 ? (x[i] & 0x80000000) | 0x40E00000 : x[i];
+        const int expected = mxtile::mx::encode<mxtile::mx::E2M1>(most, 127);
+        check(codes[i] == expected, "code of 4 bits", static_cast<int>(x[i] >> 16), codes[i]);
+      }
+    }
+  }
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -175,6 +224,7 @@ int main() {
     test_vector_tiles(format);
 #endif
   }
+  test_scaled_codes();
   if (failures != 0) std::printf("%d checks failed\n", failures);
   return failures == 0 ? 0 : 1;
 }
