@@ -81,6 +81,7 @@ class Product(FrozenKernel):
     rows are beside it."""
 
     name, planner = PRODUCT, Products
+    as_it_lies = True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs=""), SM90_NVFP4.name, formats=FORMATS)
