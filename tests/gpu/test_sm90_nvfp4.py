@@ -187,3 +187,20 @@ def test_quantized_to_the_bytes_of_the_specification(shape, dtype, fmt):
     made = quantize_2d(bad, f"{fmt}@rows", rule="te").row
     codes, scales, whole = formats.get(fmt).quantize(bad, "te")
     assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)
+
+
+@pytest.mark.usefixtures("direct")
+def test_experts_are_frozen_without_the_reference():
+    layer = te_mx.nn.GroupedLinear(3, 256, 128, params_dtype=BF16, device="cuda")
+    weights = [getattr(layer, f"weight{i}").detach().clone() for i in range(3)]
+    biases = [getattr(layer, f"bias{i}") for i in range(3)]
+    te_mx.freeze_weights(layer, fmt="nvfp4", activations="bf16", drop_master=True)
+    x, sizes = torch.randn(20, 256, device="cuda", dtype=BF16), [3, 0, 17]
+    with torch.no_grad():
+        y = layer(x, sizes)
+    start = 0
+    for size, w, bias in zip(sizes, weights, biases, strict=True):
+        codes, scales, whole = formats.get("nvfp4").quantize(w, "te")
+        values = Operand(codes, scales, "nvfp4@rows", 128, 256, None, whole).values(torch.float64)
+        check(y[start : start + size], x[start : start + size], values, bias)
+        start += size
