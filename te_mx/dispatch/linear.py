@@ -148,10 +148,12 @@ class FrozenKernel(Kernel):
     """Multiplies few rows with weights that stand still, which lie as other kernels find them or in
     a form of the kernel's own: quantizes the rows and multiplies, without gradients. A plan takes a
     FrozenCall and gives (the result [..., n], the name of the kernel that multiplied). gates: the
-    activations of a Gate that it computes as it reads x."""
+    activations of a Gate that it computes as it reads x. as_it_lies: forms of layouts that it reads
+    are those weights themselves, whatever their numbers."""
 
     op = "linear_frozen"
     gates: tuple[str, ...] = ()
+    as_it_lies = False
 
     def reads(self, layout: Layout) -> bool:
         """Whether `form` takes copies in a layout of other kernels, not in "rows" alone."""

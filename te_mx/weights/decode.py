@@ -164,14 +164,15 @@ def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand
     forms, capture = weight.forms, capturing(device)
     form = forms.made.get(weight.key)
     if form is None or not form.is_of(weight.made_of):
-        if capture:
+        reads = kernel.reads(weight.given.layout)
+        if capture and not (reads and kernel.as_it_lies):
             return None
         with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
-            row = weight.given if kernel.reads(weight.given.layout) else weight.row()
+            row = weight.given if reads else weight.row()
             form = Form(kernel.form(row), weight.made_of)
         forms.made[weight.key] = form
-        if device.type == "cuda":  # other streams, and kernels that start early, need not wait
-            torch.cuda.current_stream(device).synchronize()
+        if device.type == "cuda" and not capture:  # other streams, and kernels that start early,
+            torch.cuda.current_stream(device).synchronize()  # need not wait
     held = form.weight
     if capture and held is not None and all(held is not old for old in forms.in_graphs):
         forms.in_graphs.append(held)

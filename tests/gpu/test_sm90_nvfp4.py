@@ -17,6 +17,7 @@ from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize
 from te_mx.layouts.operand import Operand, stacked
 from te_mx.runtime.ran import LAST_RUN
+from te_mx.weights import decode
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -77,12 +78,12 @@ def test_products_are_those_of_the_values(shape, dtype):
     assert held.layout is SM90_NVFP4
     codes, scales = SM90_NVFP4.plain(held.format, held, k)
     assert torch.equal(codes, row.codes) and torch.equal(scales, row.scales)
-    w, x = row.values(torch.float64), torch.randn(m, k, device="cuda").to(dtype)
-    bias = torch.randn(n, device="cuda", dtype=dtype)
+    w, x = row.values(torch.float64), (torch.randn(m, k, device="cuda") / 64).to(dtype)
+    bias = torch.randn(n, device="cuda", dtype=dtype)  # none beyond fp16
     check(product(x, held), x, w)
     check(product(x, held, dtype, bias), x, w, bias)
     check(product(x, held, F32, None, None, "relu"), x, w, None, torch.relu)
-    wide = torch.randn(m, k + 3, device="cuda").to(dtype)[:, 3:]  # rows that start anywhere
+    wide = (torch.randn(m, k + 3, device="cuda") / 64).to(dtype)[:, 3:]  # rows that start anywhere
     check(product(wide, held), wide, w)
 
 
@@ -143,7 +144,7 @@ def test_negative_scales_stay_by_rows():
 
 
 @pytest.mark.usefixtures("direct")
-def test_a_frozen_layer_at_any_number_of_rows():
+def test_a_frozen_layer_at_any_number_of_rows(monkeypatch):
     n, k = 128, 264
     row = weight(n, k)
     layer = te_mx.nn.Linear(k, n, params_dtype=BF16, device="cuda")
@@ -155,6 +156,7 @@ def test_a_frozen_layer_at_any_number_of_rows():
     te_mx.freeze_weights(layer, activations="bf16")
     assert "lies as nvfp4@sm90_nvfp4" in repr(layer)
     x = torch.randn(600, k, device="cuda", dtype=BF16)
+    monkeypatch.setattr(decode, "capturing", lambda device: True)  # the first call, too
     for m in (1, 65, 600):
         with torch.no_grad():
             y = layer(x[:m])
@@ -185,3 +187,20 @@ def test_quantized_to_the_bytes_of_the_specification(shape, dtype, fmt):
     made = quantize_2d(bad, f"{fmt}@rows", rule="te").row
     codes, scales, whole = formats.get(fmt).quantize(bad, "te")
     assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)
+
+
+@pytest.mark.usefixtures("direct")
+def test_experts_are_frozen_without_the_reference():
+    layer = te_mx.nn.GroupedLinear(3, 256, 128, params_dtype=BF16, device="cuda")
+    weights = [getattr(layer, f"weight{i}").detach().clone() for i in range(3)]
+    biases = [getattr(layer, f"bias{i}") for i in range(3)]
+    te_mx.freeze_weights(layer, fmt="nvfp4", activations="bf16", drop_master=True)
+    x, sizes = torch.randn(20, 256, device="cuda", dtype=BF16), [3, 0, 17]
+    with torch.no_grad():
+        y = layer(x, sizes)
+    start = 0
+    for size, w, bias in zip(sizes, weights, biases, strict=True):
+        codes, scales, whole = formats.get("nvfp4").quantize(w, "te")
+        values = Operand(codes, scales, "nvfp4@rows", 128, 256, None, whole).values(torch.float64)
+        check(y[start : start + size], x[start : start + size], values, bias)
+        start += size

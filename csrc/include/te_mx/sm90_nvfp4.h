@@ -30,12 +30,14 @@ constexpr int64_t nvfp4_blocks(int64_t n, int64_t k) {
   return (n + kNvfp4Rows - 1) / kNvfp4Rows * ((k + kNvfp4Quad - 1) / kNvfp4Quad);
 }
 
-// CTAs of a cluster, the parts of k, by the sizes of a weight alone: three for two SMs, more or
-// less, were the fastest of eight shapes with 1 to 64 rows (NVIDIA H200).
+// CTAs of a cluster, whose halves have parts of k, by the sizes of a weight alone: three for two
+// SMs, more or less, were the fastest of eight shapes with 1 to 64 rows (NVIDIA H200). Of groups
+// there are several products.
 constexpr int nvfp4_cluster(int64_t n, int64_t k, int sms, bool grouped) {
-  const int64_t tiles = (n + 127) / 128, most = (k + kNvfp4Quad - 1) / kNvfp4Quad;
-  const int64_t best = ((grouped ? 1 : 3) * int64_t{sms} + tiles) / (2 * tiles);
-  return static_cast<int>(best < 1 ? 1 : best < most ? (best < 8 ? best : 8) : most < 8 ? most : 8);
+  const int64_t tiles = (n + kNvfp4Rows - 1) / kNvfp4Rows;
+  const int64_t most = (k + kNvfp4Quad - 1) / kNvfp4Quad, ctas = grouped ? sms / 4 : sms * 31 / 20;
+  const int64_t best = (2 * ctas + tiles) / (2 * tiles), fit = most < 8 ? most : 8;
+  return static_cast<int>(best < 1 ? 1 : best < fit ? best : fit);
 }
 
 // out[m, n] = act(scale * (x[m, k] @ (codes * block scales)[n, k]^T) + bias): products are exact,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from te_mx.backends.base import FLOAT_DTYPES, why_not_dtype
+from te_mx.backends.reference.grouped import QuantizeWeightsReference
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
@@ -81,6 +82,7 @@ class Product(FrozenKernel):
     rows are beside it."""
 
     name, planner = PRODUCT, Products
+    as_it_lies = True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs=""), SM90_NVFP4.name, formats=FORMATS)
@@ -210,7 +212,17 @@ class HopperNvfp4(Kernel):
         return reason or why_not_dtype(problem)
 
 
+class HopperNvfp4Weights(QuantizeWeightsReference):
+    """One after the other by the same kernel."""
+
+    name, rank = PRODUCT, 0
+
+    def accepts(self, problem: Problem) -> str | None:
+        return HopperNvfp4().accepts(problem)
+
+
 register(HopperNvfp4())
+register(HopperNvfp4Weights())
 register(Product())
 register(Dequantize())
 register(Rest())
