@@ -74,8 +74,8 @@ class TritonQuantize(Kernel):
         return reason or why_not_dtype(problem)
 
     def run(self, what: Quantize) -> Quantized:
-        x = what.x.detach()
-        x = x.resolve_neg() if x.stride(1) == 1 else x.contiguous()
+        x = what.x.detach().resolve_neg()
+        x = x if x.stride(1) == 1 else x.contiguous()
         (rows, cols), device = x.shape, x.device
         fmt = spec_of(what.row or what.col).format
         row = empty_operand(what.row, rows, cols, device) if what.row else None
