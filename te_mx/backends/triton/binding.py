@@ -42,7 +42,7 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
     formats = MX + BLOCKWISE + (NVFP4 if problem.op == "gemm" else ())
-    reason = missing() or unknown(problem, LAYOUTS + layouts, formats)
+    reason = missing() or unknown(problem, LAYOUTS + layouts, formats, problem.op == "quantize")
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:

@@ -19,7 +19,7 @@ from te_mx.layouts.operand import Operand, Stack
 
 # By (MX, few rows): BM, BN, BK, warps, stages.
 _TILES = {
-    (True, True): (16, 64, 128, 4, 4), (True, False): (128, 128, 128, 8, 3),
+    (True, True): (16, 64, 128, 4, 4), (True, False): (128, 128, 64, 4, 4),
     (False, True): (64, 64, 128, 4, 4), (False, False): (128, 128, 128, 8, 3),
 }  # fmt: skip
 _FEW_ROWS, _GROUP = 32, 8
@@ -108,7 +108,8 @@ class TritonGemm(Kernel):
             _or(aux, out), _or(gelu_in, out), m, n, p.lhs.k, **words,
             BIAS=bias is not None, AUX=aux is not None,
             GELU=gelu is not None and gelu_in is None, DGELU=gelu_in is not None,
-            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP, **_wholes(p),
+            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP,
+            EVEN=not (m % words["BM"] or n % words["BN"] or p.lhs.k % words["BK"]), **_wholes(p),
         )  # fmt: skip
         sums = None
         if bias_grad == "result":

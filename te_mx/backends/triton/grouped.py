@@ -97,8 +97,8 @@ class TritonQuantizeGroups(Kernel):
         return reason or one_read(problem.lhs, problem.rhs) or why_not_dtype(problem)
 
     def run(self, what: QuantizeGroups) -> Quantized:
-        x = what.x.detach()
-        x = x.resolve_neg() if x.stride(1) == 1 else x.contiguous()
+        x = what.x.detach().resolve_neg()
+        x = x if x.stride(1) == 1 else x.contiguous()
         (rows, cols), offs = x.shape, what.groups.offs
         starts, ends = device_bounds(*what.groups, rows)
         fmt = spec_of(what.row or what.col).format

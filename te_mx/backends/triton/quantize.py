@@ -22,7 +22,7 @@ from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
-_TILE = 64, 128  # rows and columns a program reads
+_TILE = 64, 128  # rows and columns a program reads, of the way back
 
 
 def empty_operand(spec: str, rows: int, k: int, device: torch.device) -> Operand:
@@ -50,6 +50,18 @@ def of_rule(fmt: Format, rule: str) -> dict[str, Any]:
     return words | {"EMAX": element.emax, "UP_FROM": up_from, "LEAST": least}
 
 
+def random_of(what: Quantize) -> dict[str, Any]:
+    """What is random: rounding, and the transform of each direction."""
+    words: dict[str, Any] = {"RANDOM": what.seed is not None}
+    if what.seed is not None:
+        words |= {"seed": what.seed, "first_of_all": what.first}
+    for side, spec in (("ROW", what.row), ("COL", what.col)):
+        transform = spec_of(spec).format.transform if spec else None
+        if transform is not None:
+            words |= {f"{side}_SIZE": transform.size, f"{side}_SIGNS": transform.signs}
+    return words
+
+
 class TritonQuantize(Kernel):
     """Both directions from one read."""
 
@@ -59,32 +71,31 @@ class TritonQuantize(Kernel):
         reason = binding.why_not(problem) or one_read(problem.lhs, problem.rhs)
         if reason is None and not (problem.lhs or problem.rhs):
             reason = "makes codes"
-        if reason is None and any(
-            one and spec_of(one).format.transform for one in (problem.lhs, problem.rhs)
-        ):
-            reason = "transforms nothing"
         return reason or why_not_dtype(problem)
 
     def run(self, what: Quantize) -> Quantized:
-        x = what.x.detach()
-        x = x.resolve_neg() if x.stride(1) == 1 else x.contiguous()
+        x = what.x.detach().resolve_neg()
+        x = x if x.stride(1) == 1 else x.contiguous()
         (rows, cols), device = x.shape, x.device
         fmt = spec_of(what.row or what.col).format
         row = empty_operand(what.row, rows, cols, device) if what.row else None
         col = empty_operand(what.col, cols, rows, device) if what.col else None
         words = of_rule(fmt, what.rule)
-        height, width = _TILE
+        height, width, warps = 32, 64, 2
         if fmt.scaling.scale == "fp32":
             height = 128 if col or words["SQUARE"] else 32
             width = 128 if row or words["SQUARE"] else 32
+            warps = 8 if height == width else 4
         else:
-            words["HARDWARE"] = fmt.element.bits == 8 and binding.casts(device.index or 0)
+            words |= random_of(what)
+            casts = fmt.element.bits == 8 and not words["RANDOM"]
+            words["HARDWARE"] = casts and binding.casts(device.index or 0)
         family = "blockwise" if fmt.scaling.scale == "fp32" else "mx"
         kernel = getattr(binding.kernels("quantize"), f"quantize_{family}")
         kernel[cdiv(cols, width), cdiv(rows, height)](
             x, *_parts(row, x), *_parts(col, x), rows, cols, x.stride(0), **words,
             ROW=row is not None, COL=col is not None,
-            TURNED=what.col.endswith("@rows"), R=height, C=width,
+            TURNED=what.col.endswith("@rows"), R=height, C=width, num_warps=warps,
         )  # fmt: skip
         sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
         return Quantized(row, col, sums)

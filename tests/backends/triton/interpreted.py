@@ -69,6 +69,30 @@ def test_bytes():
                     assert torch.equal(*(one.nan_to_num(7) for one in values)), (fmt, name, out)
 
 
+def test_random():
+    """Stochastic rounding and transforms, each direction with its own."""
+    torch.manual_seed(0)
+    seed = torch.tensor([-0x123456789ABCDEF])
+    for shape in ((70, 130), (33, 257)):
+        x = torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())
+        x[3, 40:80] = 0.0
+        x[7, 5] = torch.inf
+        for fmt, row, col, rule in (
+            ("mxfp8_e4m3", "", "", "rceil+sr"), ("mxfp8_e5m2", "", "", "floor+sr"),
+            ("mxfp4", "", "", "even+sr"), ("mxfp4", "", "+rht32:0x9abcdef1", "rceil+sr"),
+            ("mxfp4", "+rht16:0x1234abcd", "+rht32:0xffff0001", "floor"),
+        ):  # fmt: skip
+            what = Quantize(x, f"{fmt}{row}@rows", f"{fmt}{col}@rows", rule)
+            if rule.endswith("+sr"):
+                what = what._replace(seed=seed, first=11)
+            made, expected = (
+                one.run(what) for one in (triton_of("quantize"), reference("quantize"))
+            )
+            for side in ("row", "col"):
+                for a, b in zip(getattr(made, side)[:2], getattr(expected, side)[:2], strict=True):
+                    assert torch.equal(a, b), (fmt, row, col, rule, side)
+
+
 def test_products():
     torch.manual_seed(0)
     m, n, k = 33, 40, 161

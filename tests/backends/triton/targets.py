@@ -60,7 +60,9 @@ def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: G
     """Code of a kernel: pointers and constants by name, all other arguments are int32."""
     names = fn.arg_names
     given = inspect.signature(fn.fn).parameters.values()
-    words = {p.name: p.default for p in given if p.default is not p.empty} | words
+    words = {
+        p.name: p.default for p in given if p.default is not p.empty and p.name not in pointers
+    } | words
     of = {n: "constexpr" if n in words else pointers.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if of[n] != "constexpr"}
     constants = {(names.index(n),): value for n, value in words.items() if n in names}
@@ -86,6 +88,7 @@ def products_of(pair: str, target: str) -> Made:
     block = 16 if "nvfp4" in pair else 32
     without = target == "sm_80" or (block == 16 and not target.startswith("sm_1"))
     words |= {"A_BLOCK": block, "B_BLOCK": block, "DECODED": "bf16" if e8m0 and without else ""}
+    words |= {"EVEN": False}
     words |= {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2}
     if e8m0:
         names = ["e4m3" if one == "mxfp8" else "e2m1" for one in pair.split(" x ")]
@@ -110,7 +113,9 @@ def quantizer_of(fmt: str, rule: str, target: str) -> Made:
         words["HARDWARE"] = casts
     scales = "*u8" if one.scaling.scale == "e8m0" else "*fp32"
     pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8"}
-    pointers |= {"row_scales": scales, "col_scales": scales}
+    pointers |= {"row_scales": scales, "col_scales": scales, "seed": "*i64"}
+    if fmt == "mxfp4":
+        words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
     return _made(f"quantize {fmt}", target, family, words, pointers, kind)
 
 

@@ -105,11 +105,13 @@ def multiply_mx(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr, B_LOOSE: tl.constexpr,
     A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr,
-    DECODED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DECODED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements; LOOSE:
     those of 4 bits lie one a byte. Scales of blocks of 32 are E8M0, of 16 E4M3. DECODED:
-    "bf16", in which values that kernels make are exact, "fp32" in the interpreter, or ""."""
+    "bf16", in which values that kernels make are exact, "fp32" in the interpreter, or "". EVEN:
+    tiles end where matrices do."""
     A_PACK: tl.constexpr = 2 if A == "e2m1" and not A_LOOSE else 1
     B_PACK: tl.constexpr = 2 if B == "e2m1" and not B_LOOSE else 1
     ka, kb = tl.arange(0, BK // A_PACK), tl.arange(0, BK // B_PACK)
@@ -123,20 +125,26 @@ def multiply_mx(
     a_blocks, b_blocks = tl.cdiv(k, A_BLOCK), tl.cdiv(k, B_BLOCK)
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, tl.cdiv(k, BK)):
-        left = tl.load(
-            a_at, mask=(r < m)[:, None] & (ka < a_width - step * (BK // A_PACK))[None, :], other=0
-        )
-        right = tl.load(
-            b_at, mask=(c < n)[:, None] & (kb < b_width - step * (BK // B_PACK))[None, :], other=0
-        )
-        left_scales = tl.load(
-            as_at, mask=(r < m)[:, None] & (kas < a_blocks - step * (BK // A_BLOCK))[None, :],
-            other=0,
-        )
-        right_scales = tl.load(
-            bs_at, mask=(c < n)[:, None] & (kbs < b_blocks - step * (BK // B_BLOCK))[None, :],
-            other=0,
-        )
+        if EVEN:
+            left, right = tl.load(a_at), tl.load(b_at)
+            left_scales, right_scales = tl.load(as_at), tl.load(bs_at)
+        else:
+            left = tl.load(
+                a_at, mask=(r < m)[:, None] & (ka < a_width - step * (BK // A_PACK))[None, :],
+                other=0,
+            )
+            right = tl.load(
+                b_at, mask=(c < n)[:, None] & (kb < b_width - step * (BK // B_PACK))[None, :],
+                other=0,
+            )
+            left_scales = tl.load(
+                as_at, mask=(r < m)[:, None] & (kas < a_blocks - step * (BK // A_BLOCK))[None, :],
+                other=0,
+            )
+            right_scales = tl.load(
+                bs_at, mask=(c < n)[:, None] & (kbs < b_blocks - step * (BK // B_BLOCK))[None, :],
+                other=0,
+            )
         if DECODED != "":
             left = values(left, left_scales, A, A_PACK == 2, A_BLOCK, BM, BK)
             right = values(right, right_scales, B, B_PACK == 2, B_BLOCK, BN, BK)
@@ -163,7 +171,8 @@ def multiply_mx(
 def multiply_blockwise(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     A: tl.constexpr, B: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr,
-    DECODED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DECODED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """The same of fp32 scales, one for 128 of k and A_HEIGHT or B_HEIGHT rows. A, B: dtypes, or
     elements where these are decoded."""
@@ -173,18 +182,26 @@ def multiply_blockwise(
     b_at = b + c64[None, :] * b_row + ks[:, None] * b_k
     as_at = a_scales + (r64 // A_HEIGHT) * as_row
     bs_at = b_scales + (c64 // B_HEIGHT) * bs_row
+    if B_HEIGHT >= BN:  # one factor for all columns of a tile
+        b_scales += (tl.min(c64, 0) // B_HEIGHT) * bs_row
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, tl.cdiv(k, BK)):
-        inside = ks < k - step * BK
-        left = tl.load(a_at, mask=(r < m)[:, None] & inside[None, :], other=0)
-        right = tl.load(b_at, mask=(c < n)[None, :] & inside[:, None], other=0)
-        left_scales = tl.load(as_at, mask=r < m, other=0.0)
-        right_scales = tl.load(bs_at, mask=c < n, other=0.0)
+        if EVEN:
+            left, right, left_scales = tl.load(a_at), tl.load(b_at), tl.load(as_at)
+        else:
+            inside = ks < k - step * BK
+            left = tl.load(a_at, mask=(r < m)[:, None] & inside[None, :], other=0)
+            right = tl.load(b_at, mask=(c < n)[None, :] & inside[:, None], other=0)
+            left_scales = tl.load(as_at, mask=r < m, other=0.0)
         if DECODED != "":
             sums = tl.dot(_decoded(left, A).to(tl.bfloat16), _decoded(right, B).to(tl.bfloat16))
         else:
             sums = tl.dot(left.to(A, bitcast=True), right.to(B, bitcast=True))
-        total += sums * left_scales[:, None] * right_scales[None, :]
+        if B_HEIGHT >= BN:
+            total += sums * (left_scales * tl.load(b_scales + step * bs_k))[:, None]
+        else:
+            right_scales = tl.load(bs_at, mask=c < n, other=0.0)
+            total += sums * left_scales[:, None] * right_scales[None, :]
         a_at += BK * a_k
         b_at += BK * b_k
         as_at += as_k
@@ -197,19 +214,20 @@ def multiply(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
     B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):
     """The sums of a tile, of either family."""
     if MX:
         return multiply_mx(
             a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-            bs_k, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+            bs_k, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, EVEN, BM,
+            BN, BK,
         )
     else:
         return multiply_blockwise(
             a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-            bs_k, A, B, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+            bs_k, A, B, A_HEIGHT, B_HEIGHT, DECODED, EVEN, BM, BN, BK,
         )
 
 
@@ -219,7 +237,7 @@ def gemm(
     a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
     B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr, DGELU: tl.constexpr,
     ERF: tl.constexpr, ACCUMULATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -230,8 +248,8 @@ def gemm(
     r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
     total = multiply(
         a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-        bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN,
-        BK,
+        bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, EVEN,
+        BM, BN, BK,
     )
     if WHOLE:
         of_rows = tl.load(a_whole + r * by_rows, mask=r < m, other=0.0)

@@ -37,7 +37,7 @@ def gemm_rows(
         total = multiply(
             a, a_scales, b + which * b_group, b_scales + which * bs_group, r, c, end, n, k, a_row,
             a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK,
-            B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+            B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, False, BM, BN, BK,
         )
         finish(
             total, out, bias + which * n, out, out, r, c, end, n, BIAS, False, False, False, False,
@@ -64,7 +64,7 @@ def gemm_k(
     total = multiply(
         a + start * a_k, a_scales + first * as_k, b + start * b_k, b_scales + first * bs_k, r, c,
         m, n, (end - start).to(tl.int32), a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A,
-        B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, BM, BN, BK,
+        B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, False, BM, BN, BK,
     )
     out += group.to(tl.int64) * m * n
     finish(total, out, out, out, out, r, c, m, n, False, False, False, False, False, ACCUMULATE)

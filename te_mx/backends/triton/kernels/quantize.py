@@ -15,12 +15,13 @@ from te_mx.backends.triton.kernels.encode import (
     scale_byte,
 )
 from te_mx.backends.triton.kernels.grouped import place_of
+from te_mx.backends.triton.kernels.random import encode_random, hadamard, random_bits
 
 
 @triton.jit
 def _codes(
-    bits, scales, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
-    MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
+    bits, scales, random, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
+    MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, RANDOM: tl.constexpr,
 ):
     """Codes of x with E8M0 bytes that broadcast to it."""
     if HARDWARE:
@@ -28,7 +29,12 @@ def _codes(
         factor = as_float(tl.where(scales == 255, 0x7FC00000, as_bits(power_of_two(127 - scales))))
         kind: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
         return (as_float(bits) * factor).to(kind).to(tl.uint8, bitcast=True)
-    codes = encode(bits, 127 - scales, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, True)
+    if RANDOM:
+        codes = encode_random(
+            bits, 127 - scales, random, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS
+        )
+    else:
+        codes = encode(bits, 127 - scales, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, True)
     return tl.where(scales == 255, NAN_CODE, codes).to(tl.uint8)
 
 
@@ -56,12 +62,15 @@ def quantize_mx(
     NAN_CODE: tl.constexpr, EMAX: tl.constexpr, UP_FROM: tl.constexpr, LEAST: tl.constexpr,
     HARDWARE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
-    starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
+    starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0, seed=None, first_of_all=0,
+    RANDOM: tl.constexpr = False, ROW_SIZE: tl.constexpr = 0,
+    ROW_SIGNS: tl.constexpr = 0, COL_SIZE: tl.constexpr = 0, COL_SIGNS: tl.constexpr = 0,
 ):
     """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
 
     TURNED: columns are stored [cols, rows], else as x lies, one code a byte. GROUPS: rows belong to
-    so many groups or fewer, and a program has one block of one.
+    so many groups or fewer, and a program has one block of one. RANDOM: rounds stochastically;
+    rows are counted from first_of_all on. SIZE, SIGNS: of Hadamard transforms.
     """
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     if GROUPS:
@@ -71,11 +80,19 @@ def quantize_mx(
     values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
     bits = bits_of(values)
     packed: tl.constexpr = BITS == 4
+    random = bits
+    if RANDOM:
+        random = random_bits(seed, first_of_all + r, first_col, R, C)
     if ROW:
-        blocks = tl.reshape(bits, (R, C // 32, 32))
+        rotated = bits
+        if ROW_SIZE:
+            rotated = hadamard(bits, first_col, cols, ROW_SIZE, ROW_SIGNS, R, C)
+            rotated = tl.where(there, rotated, 0)
+        blocks = tl.reshape(rotated, (R, C // 32, 32))
         scales = scale_byte(tl.max(blocks & MAGNITUDE, 2), EMAX, UP_FROM, LEAST)
         codes = _codes(
-            blocks, scales[:, :, None], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE
+            blocks, scales[:, :, None], tl.reshape(random, (R, C // 32, 32)), BITS, MANTISSA_BITS,
+            MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
         )
         _store(row_codes, tl.reshape(codes, (R, C)), first_row, first_col, rows, cols, R, C, packed)
         b, count = first_col // 32 + tl.arange(0, C // 32), (cols + 31) // 32
@@ -83,10 +100,16 @@ def quantize_mx(
         mask = (r < rows)[:, None] & (b < count)[None, :]
         tl.store(row_scales + at, scales.to(tl.uint8), mask=mask)
     if COL:
-        blocks = tl.reshape(bits, (R // 32, 32, C))
+        rotated = bits
+        if COL_SIZE:
+            turned = tl.trans(bits)
+            turned = hadamard(turned, first_row, rows, COL_SIZE, COL_SIGNS, C, R)
+            rotated = tl.where(there, tl.trans(turned), 0)
+        blocks = tl.reshape(rotated, (R // 32, 32, C))
         scales = scale_byte(tl.max(blocks & MAGNITUDE, 1), EMAX, UP_FROM, LEAST)
         codes = _codes(
-            blocks, scales[:, None, :], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE
+            blocks, scales[:, None, :], tl.reshape(random, (R // 32, 32, C)), BITS, MANTISSA_BITS,
+            MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
         )
         codes = tl.reshape(codes, (R, C))
         b, count = slot * (R // 32) + tl.arange(0, R // 32), (rows + 31) // 32
