@@ -32,6 +32,7 @@ PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
 # Files that tests read. Where Python finds this package `import peft` raises: it imports what cannot be imported without
 # its CUDA part.
 ASIDE = transformer_engine
+ASIDE_TRITON = triton
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
   \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \
   -o -name '*.cmake' -o -name '*.sh' \))
@@ -80,7 +81,7 @@ $(VENV)/.ready: constraints.txt
 	@$(PIP) install $$(cat $(VENV)/.index) -c $(VENV)/constraints.txt $(PACKAGES)
 	@$(PIP) uninstall --yes $(ASIDE)  # where an earlier setup put it
 	@rm -rf $(VENV)/aside && $(PIP) install --no-deps --target $(VENV)/aside -c constraints.txt $(ASIDE)
-	@$(PIP) install --no-deps --target $(VENV)/aside_triton -c constraints.txt triton  # its interpreter and compilers
+	@$(PIP) install --no-deps --target $(VENV)/aside_triton -c constraints.txt $(ASIDE_TRITON)  # its interpreter and compilers
 	@touch $@
 
 # Newer than the modules where they were built with another TE_MX_CUDA.

@@ -38,11 +38,18 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
 
 
 def is_direct(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether x, and others, may go straight to an implementation: plain CPU or CUDA tensors whose
-    memory holds their values, and nobody who watches the dispatcher.
+    """Whether x, and others, may go straight to an implementation: as `is_unwatched`, and no
+    function mode is in force."""
+    return not has_torch_function(_NOTHING) and is_unwatched(x, *others)
 
-    Watchers are torch.compile, dispatch and function modes, functorch transforms, jit tracing and
-    the profiler. Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold
+
+def is_unwatched(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether x, and others, are plain CPU or CUDA tensors whose memory holds their values, and
+    nobody watches the dispatcher.
+
+    Watchers are torch.compile, dispatch modes, functorch transforms, jit tracing and the profiler.
+    A function mode is none, for torch.set_default_device and `with torch.device(..)` set one, under
+    which no product may have other bits. Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold
     their values: the dispatcher makes copies of them that do.
     """
     if (
@@ -51,7 +58,6 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
         or not (x.is_cpu or x.is_cuda)
         or x.is_neg()
         or dispatch_modes()
-        or has_torch_function(_NOTHING)
         or transform_level() is not None
         or _tracing()
         or profiling()

@@ -48,7 +48,7 @@ def act_quant_rhs(
     that is 0 and torchao makes NaN of blocks of zeros, 1e-12.
     """
     check_matrix("x", x, *READ)
-    epsilon = torch.tensor(EPSILON, dtype=x.dtype).item() or EPSILON
+    epsilon = torch.tensor(EPSILON, dtype=x.dtype, device="cpu").item() or EPSILON
     codes, scales = _quantize(x, (check_size("block_size", block_size, 1), 1), dtype, epsilon)
     return _column_major(codes), scales
 

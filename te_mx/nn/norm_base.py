@@ -115,7 +115,7 @@ class NormModule(MXModule, nn.Module):
         for names, of in ((self._linear_names[::2], inits), (self._linear_names[1::2], zeros)):
             for name, init in zip(names, of, strict=False):
                 for part in self._parts_of(name):
-                    value = getattr(self, part)
+                    value = getattr(self, part, None)
                     if value is not None:
                         init(value)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, Stack
-from te_mx._ops.library import is_direct
+from te_mx._ops.library import is_unwatched
 from te_mx._ops.linear import frozen_kernel
 from te_mx.autograd.node import needs_gradient
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel, Gate
@@ -151,7 +151,7 @@ def ready_for(
     offs: Tensor | None = None,
 ) -> Ready | None:  # fmt: skip
     """As `ready`, None where autograd or a watcher wants to see the product."""
-    if not is_few(x, weight.k, weight.groups, settings is None) or not is_direct(x, bias, offs):
+    if not is_few(x, weight.k, weight.groups, settings is None) or not is_unwatched(x, bias, offs):
         return None
     if needs_gradient(x, bias):
         return None

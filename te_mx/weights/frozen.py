@@ -17,7 +17,7 @@ from torch import Tensor
 
 from te_mx import layouts
 from te_mx._ops import Operand, Stack, capturing, dequantize_2d, plain
-from te_mx._ops.library import is_direct
+from te_mx._ops.library import is_unwatched
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import GroupedCall, grouped_on_codes
 from te_mx.autograd.linear import Call, linear_on_codes
@@ -161,7 +161,7 @@ class Frozen(WeightSource):
         self, layer: Any, key: str, x: Tensor, dtype: torch.dtype, settings: Settings, kept: Any,
         size: Sequence[int],
     ) -> Ready | None:  # fmt: skip
-        if not self._is_few(x) or not is_direct(x):
+        if not self._is_few(x) or not is_unwatched(x):
             return None
         given = settings if self.quantizes_inputs else None
         found = decode.ready(x, dtype, self.weight(layer, key, kept, size), given)

@@ -72,7 +72,8 @@ def adapt(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> N
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{name}: {error}")
         scale = state_dict.get(f"{name}_scale")
-        if getattr(scale, "dtype", None) == torch.float32 and getattr(given, "itemsize", 0) == 1:
+        dense = all(isinstance(one, Tensor) and is_dense(one) for one in (given, scale))
+        if dense and scale.dtype == torch.float32 and given.itemsize == 1 and given.dim() > 1:
             _repeat_scale(state_dict, name, given, scale)
     for given in [name for name in state_dict if name.startswith(keys)]:
         for end, (scale_end, read) in _ENDS.items():
@@ -108,6 +109,9 @@ def _repeat_scale(state_dict: Any, name: str, codes: Tensor, scale: Tensor) -> N
 
 def _adapt(state_dict: Any, name: str, end: str, scale_end: str, read: Any) -> None:
     given = state_dict.pop(name + end), state_dict.pop(name + scale_end)
+    for key, one in zip((name + end, name + scale_end), given, strict=True):
+        if not isinstance(one, Tensor) or not is_dense(one) or not one.dim():
+            raise TypeError(f"{key} must be a dense tensor of codes or scales, got {shown(one)}")
     if end == "_packed" and name + RECIPROCAL in state_dict:
         parts = nvfp4_checkpoints.from_compressed_tensors(*given, state_dict.pop(name + RECIPROCAL))
         state_dict[name], state_dict[f"{name}_scale"], state_dict[name + WHOLE] = parts

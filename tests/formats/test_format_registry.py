@@ -82,10 +82,11 @@ def test_scale_dtypes():
 
 
 def test_one_file_a_family_of_formats():
-    """Only a backend with kernels of its own for a format may know it besides, and what is made for
-    it by name, as a recipe, or the formats that te_mx.inspect reads unasked."""
+    """Only a backend with kernels of its own for a format may know it besides, what is made for it
+    by name, as a recipe, the names that other libraries' checkpoints have for it, what conformance
+    tries, and the formats that te_mx.inspect reads unasked."""
     package = Path(formats.__file__).parent
-    aside = {"backends", "inspection"}
+    aside = {"backends", "inspection", "checkpoints", "conformance"}
     sources = [p for p in package.parent.rglob("*.py") if not aside & set(p.parts)]
     for name in ("mxfp6_e2m3", "mxfp6_e3m2"):
         users = [path.name for path in sources if name in path.read_text()]

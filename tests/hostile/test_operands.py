@@ -126,7 +126,12 @@ WRONG = [
     ),
     ("quantize", {"rule": "ceil"}, ValueError, "scale rule .*must be one of .*got 'ceil'"),
     ("quantize", {"col": "mxfp8_e4m3@turned"}, ValueError, "layout must be one of .*got 'turned'"),
-    ("quantize", {"row": "mxfp8_e4m3@sm90:9"}, ValueError, "spread must be in 0..8, got 9"),
+    (
+        "quantize",
+        {"row": "mxfp8_e4m3@sm90:10"},
+        ValueError,
+        r"spread must be in 0..8, or 9 .*, got 10",
+    ),
     ("dequantize", {"operand": at("mxfp8_e4m3@sm90:8")}, ValueError, "needs .* torch.int32 scales"),
     ("dequantize", {"operand": at("mxfp8_e4m3@turned")}, ValueError, "layout must be one of"),
     ("dequantize", {"dtype": torch.int32}, TypeError, "dtype must be .*got torch.int32"),

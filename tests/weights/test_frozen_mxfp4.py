@@ -11,6 +11,8 @@ from torch import nn
 
 import te_mx
 from te_mx import formats
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu.frozen_as_is import stream_for
 from te_mx.formats import mxfp4_checkpoints
 from te_mx.recipe import BlockScaling
 
@@ -93,10 +95,10 @@ def test_weight_only(kind, dtype):
     for region in (te_mx.get_default_recipe(), DEEPSEEK):
         assert torch.equal(run(layer, x, region), y)
     steps = te_mx.audit(layer)
-    if dtype != BF16 and kind not in (
-        "GroupedLinear",
-        "stacked",
-    ):  # of which kernels take as many rows
+    if kind in ("GroupedLinear", "stacked"):  # streams take groups of any number of rows
+        native = cpu.missing_reason() is None
+        assert {row.fprop for row in steps} == {stream_for(dtype) if native else "weight only"}
+    elif dtype != BF16:  # of which they take as many rows
         assert {row.fprop for row in steps} == {"weight only"}
     assert {row.weight for row in steps} == {"frozen, no master, mxfp4"}
     assert "frozen, no master, mxfp4" in repr(layer)

@@ -189,7 +189,7 @@ def put_placeholders(
         masters[key] = layer._parameters[key]
         layer._parameters[key] = None
         if plan.ends[0]:  # what Transformers initializes and finds done already
-            layer.__dict__[key] = done = torch.empty(0)
+            layer.__dict__[key] = done = torch.empty(0, device="cpu")
             done._is_hf_initialized = True  # type: ignore[attr-defined]
         codes = (*groups, *fmt.codes_shape(rows, k))
         if plan.experts_only:  # the bytes of a block have a dimension of their own

@@ -19,7 +19,7 @@ _SIGN, _REST = (15, 12, 14, 13), (6, 3, 0, 9)
 def _to_bytes() -> Tensor:
     """Bytes of E4M3, 0 to 127, as E5M3 without sign: more exponents, and none subnormal."""
     small = [0, 104, 112, 116, 120, 122, 124, 126]
-    return torch.tensor([*small, *range(128, 247), 255], dtype=torch.uint8)
+    return torch.tensor([*small, *range(128, 247), 255], dtype=torch.uint8, device="cpu")
 
 
 class SM90Nvfp4(Layout):

@@ -86,7 +86,9 @@ def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, i
 def check_spread(spread: int) -> None:
     """Raise ValueError unless scales can be aligned over such a spread."""
     if not 0 <= spread <= BY_ROWS:
-        raise ValueError(f"te_mx: spread must be in 0..{MAX_SPREAD}, got {spread}")
+        raise ValueError(
+            f"te_mx: spread must be in 0..{MAX_SPREAD}, or {BY_ROWS} (by rows), got {spread}"
+        )
 
 
 class Alignment(NamedTuple):
