@@ -254,7 +254,10 @@ class Freezable(Sourced):
         if whole is not None:
             whole = whole.view(*whole.shape, 1).view(torch.uint8)
         for part, tensor in zip(_PARTS, (codes, scales, held.packed, whole), strict=True):
-            self.register_buffer(f"{key}_{part}", tensor, persistent=False)
+            if tensor is None:  # no buffer that is None: torch.export counts them
+                self._buffers.pop(f"{key}_{part}", None)
+            else:
+                self.register_buffer(f"{key}_{part}", tensor, persistent=False)
         self._lies = {**self._lies, key: held.layout.name}
 
     def _rest(self) -> None:
