@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from te_mx.runtime.arguments import check_dense
+
 # Rows that a library multiplies at a time: always so many, so it always runs the same kernel.
 # Few, for they are computed for one row too, and no more than a block of any kernel has.
 ROWS, ROWS_OF_GPUS = 16, 64
@@ -24,7 +26,8 @@ class InvariantLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [.., in_features] -> [.., out_features]."""
+        """input [.., in_features], dense -> [.., out_features]."""
+        check_dense("input", input)
         flat, rows = input.reshape(-1, input.shape[-1]), ROWS if input.is_cpu else ROWS_OF_GPUS
         parts = F.pad(flat, (0, 0, 0, -len(flat) % rows)).split(rows)
         made = torch.cat([F.linear(part, self.weight, self.bias) for part in parts])

@@ -17,7 +17,7 @@ from te_mx._ops.settled import held_as, settled
 from te_mx.autograd.linear_recipe import at_rest
 from te_mx.context.region import current_recipe
 from te_mx.recipe import Settings, resolve_recipe
-from te_mx.runtime.arguments import check_module, shown
+from te_mx.runtime.arguments import check_module, is_dense, shown
 from te_mx.weights.freezing import Freezable
 from te_mx.weights.ranks import is_spread
 from te_mx.weights.state_dict import named_codes
@@ -153,17 +153,18 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
         TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ;
             nothing is changed then.
     """
+    modules, taken = _modules(model), set[str]()
+    if not isinstance(given, Mapping):
+        raise TypeError(f"rollout.load_: given must be a snapshot, got {shown(given)}")
     held = model.state_dict(keep_vars=True)
-    if missing := sorted(held.keys() ^ given.keys()):
+    if missing := sorted(held.keys() ^ given.keys(), key=str):
         side = "the snapshot has not" if missing[0] in held else "the model has not"
         raise ValueError(f"rollout.load_: {missing[0]} is an entry that {side}, of {len(missing)}")
     for name, value in held.items():
-        new = given[name]
-        if isinstance(value, Tensor) and (new.shape != value.shape or new.dtype != value.dtype):
+        if isinstance(value, Tensor) and not _fits(new := given[name], value):
             raise ValueError(
                 f"rollout.load_: {name} is {shown(value)}, the snapshot has {shown(new)}"
             )
-    modules, taken = _modules(model), set[str]()
     for name, module in modules:
         if module._source.standing and not module._source.dropped:
             raise ValueError(
@@ -178,6 +179,13 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     for name, value in held.items():
         if name not in taken and isinstance(value, Tensor):
             value.copy_(given[name])
+
+
+def _fits(new: Any, value: Tensor) -> bool:
+    """Whether a tensor of a snapshot can be copied into one of a model."""
+    if not isinstance(new, Tensor) or not is_dense(new) or new.is_meta:
+        return False
+    return new.shape == value.shape and new.dtype == value.dtype
 
 
 def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) -> set[str]:
@@ -208,8 +216,8 @@ def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) ->
 def digest(model: nn.Module | Mapping[str, Tensor], *, recipe: Any = None) -> str:
     """Sixteen bytes, in hex, of a snapshot, a frozen model, or the snapshot of a model that trains
     (`recipe` as of `snapshot`): equal where names, shapes, dtypes and all bytes are. Sums of
-    integers on the device of each tensor, so it costs one read."""
-    if isinstance(model, nn.Module):
+    integers on the device of each tensor, so it costs one read. Raises what `snapshot` does."""
+    if not isinstance(model, Mapping):
         model = snapshot(model, recipe=recipe)
     made = hashlib.sha256()
     for name, value in sorted(model.items()):

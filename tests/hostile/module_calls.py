@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from constructor_calls import SIZES, K, N, constructor
 from judge import Call
 from malformed import (
+    COUNT,
+    DEVICE,
     FLAG,
     FUNCTION,
+    OPTIONAL_DTYPE,
     OPTIONAL_FLAG,
     other_than,
     values,
@@ -278,7 +281,33 @@ def of_family(family: str) -> tuple[Call, ...]:
     )  # fmt: skip
 
 
+def invariant(device: str, kind: type[nn.Linear]) -> nn.Linear:
+    """Of small integers, whose sums are exact in any order."""
+    made = kind(K, N, device=device)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) % 7 - 3)
+    return made
+
+
+# Its arguments and errors are those of nn.Linear.
+INVARIANT = (
+    Call(
+        "te_mx.InvariantLinear", lambda d: te_mx.InvariantLinear,
+        lambda d: {"in_features": K, "out_features": N, "bias": True, "device": torch.device(d),
+                   "dtype": None},
+        {"in_features": COUNT, "out_features": COUNT, "bias": FLAG, "device": DEVICE,
+         "dtype": OPTIONAL_DTYPE},
+        plain=lambda d: nn.Linear,
+    ),
+    Call(
+        "te_mx.InvariantLinear.forward", lambda d: invariant(d, te_mx.InvariantLinear).forward,
+        lambda d: {"input": torch.arange(ROWS * K, device=d).view(ROWS, K).float() % 5 - 2},
+        {"input": INPUT}, plain=lambda d: invariant(d, nn.Linear).forward,
+    ),
+)  # fmt: skip
 MODULES = (
+    *INVARIANT,
     *(call for family in SIZES for call in of_family(family)),
     parameters("GroupedLinear", True, single_grouped_weight=True),
 )

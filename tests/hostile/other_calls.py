@@ -24,7 +24,7 @@ from malformed import (
     other_than,
     values,
 )
-from malformed_tensors import SPLITS
+from malformed_tensors import SPLITS, state_dict_of
 from torch import nn
 
 import te_mx
@@ -339,8 +339,27 @@ MODELS = (
         says={"model": "model|no layer holds codes"},
     ),
     Call("te_mx.audit", on_model(te_mx.audit, frozen),
-         lambda d: {"model": _recorded(frozen(d)), "memory": True},
-         {"model": MODULE, "memory": FLAG}),
+         lambda d: {"model": _recorded(frozen(d)), "memory": True, "invariant": True},
+         {"model": MODULE, "memory": FLAG, "invariant": FLAG}),
+    *(
+        Call(
+            f"te_mx.rollout.{name}", lambda d, name=name: getattr(te_mx.rollout, name),
+            lambda d: {"model": converted(d), "recipe": HYBRID},
+            {"model": (MODULE.but("a dict", "a state dict") if name == "digest" else MODULE)
+                      | changed(None, plain=lambda m: model("cpu")), "recipe": RECIPE},
+            says={"model": "model|te_mx module"},
+        )
+        for name in ("snapshot", "digest")
+    ),
+    Call(
+        "te_mx.rollout.load_", lambda d: te_mx.rollout.load_,
+        lambda d: {"model": frozen(d, drop_master=True),
+                   "given": te_mx.rollout.snapshot(frozen(d, drop_master=True))},
+        {"model": MODULE | changed(None, plain=lambda m: model("cpu"),
+                                   with_masters=lambda m: frozen("cpu")),
+         "given": state_dict_of("1.weight", "1.bias", "1.weight_scale")},
+        says={"model": "model|te_mx module|rollout.load_", "given": "given|rollout.load_"},
+    ),
     Call("te_mx.record_saved", on_model(te_mx.record_saved, model),
          lambda d: {"model": model(d)}, {"model": MODULE}),
     Call(

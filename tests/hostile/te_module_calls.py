@@ -98,6 +98,7 @@ CONSTRUCTED: dict[str, dict[str, tuple[Any, Kind]]] = {
         "qkv_format": ("sbhd", WORD | UPPER_CASE), "attn_mask_type": ("causal", WORD | UPPER_CASE),
         "attention_type": ("self", WORD | UPPER_CASE),
         "softmax_scale": (None, NUMBER.but("None", "negative")), "return_max_logit": (False, FLAG),
+        "invariant": (False, FLAG),
     },
     "MultiheadAttention": {
         **_SHARED, **_NORMED, "hidden_size": (HIDDEN, COUNT | values(odd=HIDDEN + 1)),
