@@ -49,8 +49,8 @@ def is_unwatched(x: Tensor, *others: Tensor | None) -> bool:
 
     Watchers are torch.compile, dispatch modes, functorch transforms, jit tracing and the profiler.
     A function mode is none, for torch.set_default_device and `with torch.device(..)` set one, under
-    which no product may have other bits. Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold
-    their values: the dispatcher makes copies of them that do.
+    which no product may have other bits. Negative views (torch._neg_view, the imaginary part of a
+    conjugate) do not hold their values: the dispatcher makes copies of them that do.
     """
     if (
         _compiling()
