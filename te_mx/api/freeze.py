@@ -85,7 +85,7 @@ def freeze_weights(
             ``weight_scale``; those of a te_mx.GroupedLinear are stacked or apart as its parameters
             are. Codes of fewer than 8 bits are packed uint8, [out, ceil(in/2)] in MXFP4, and the
             scales of 6-bit codes are named after their element, ``<name>_scale_e2m3``; fp32 scales
-            are ``<name>_scale_inv`` float32. NVFP4 ("nvfp4", 0.57 bytes) has a tensor scale
+            are ``<name>_scale_inv`` float32. NVFP4 ("nvfp4", 0.56 bytes) has a tensor scale
             beside them, ``<name>_scale_2`` float32 [], and float8_e4m3fn scales [out,
             ceil(in/16)]; layers that serving engines multiply as one (q_proj, k_proj and v_proj,
             gate_proj and up_proj, ..) have a common one. Such a state_dict loads into a new

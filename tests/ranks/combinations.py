@@ -245,9 +245,10 @@ def write_table():
 
 
 def page(text, found):
-    lines, notes = [], []
+    """Families that do the same share a table."""
+    tables, notes = {}, []
     for family in FAMILIES:
-        lines += ["", f"| {family} | {' | '.join(FEATURES)} |", "|---" * (len(FEATURES) + 1) + "|"]
+        rows = []
         for way in WAYS:
             cells = []
             for feature in FEATURES:
@@ -256,7 +257,12 @@ def page(text, found):
                     notes.append(f"- {way}, {family}, {feature}: {said}")
                     said = said.partition(":")[0]
                 cells.append(said)
-            lines.append(f"| {way} | {' | '.join(cells)} |")
+            rows.append(f"| {way} | {' | '.join(cells)} |")
+        tables.setdefault("\n".join(rows), []).append(family)
+    lines = []
+    for rows, families in tables.items():
+        head = f"| {', '.join(families)} | {' | '.join(FEATURES)} |"
+        lines += ["", head, "|---" * (len(FEATURES) + 1) + "|", rows]
     table = "\n".join([*lines, *([""] if notes else []), *notes])
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table.strip()}\n{END}{rest.partition(END)[2]}"
