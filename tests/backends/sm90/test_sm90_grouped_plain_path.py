@@ -174,7 +174,7 @@ def test_experts_in_four_bits_pass_gradients_on_natively(native, activations) ->
 def test_opcheck_columns(native, layout) -> None:
     row, _ = quantize_weights(wild(2, 45, 70), f"{E4M3}@rows", rule="rceil")
     op = torch.ops.te_mx.columns_of_weights.default
-    codes, scales, spec, _, rows, k, _ = row
+    codes, scales, spec, _, rows, k, *_ = row
     given = codes, scales, spec, rows, k, f"{E4M3}@{layout}", "rceil"
     torch.library.opcheck(op, given)
 
