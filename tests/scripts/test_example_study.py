@@ -103,7 +103,7 @@ def test_every_recipe_is_one(name):
 
 def test_no_recipe_of_the_study_falls_back_on_hopper():
     """Kernels of the stand-in are those that a GPU has. Of NVFP4 transformed columns and random
-    rounding are made in plain torch there (docs/four_bits.md)."""
+    rounding are made in plain torch there (docs/modes.md)."""
     native = ModuleType("te_mx._sm90")
     native.__dict__.update(vars(fake_sm90))
     native.__getattr__ = fake_sm90.__getattr__
