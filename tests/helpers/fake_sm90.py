@@ -19,6 +19,7 @@ from fake_sm90_factors import scaling
 from fake_sm90_frozen import pack_frozen, unpack_frozen  # noqa: F401
 from fake_sm90_joined import quantize_joined  # noqa: F401
 from fake_sm90_norm_rows import NormRowsArgs, normalize_rows  # noqa: F401
+from fake_sm90_nvfp4 import Nvfp4QuantizeArgs, nvfp4_quantize  # noqa: F401
 from torch import Tensor
 
 from te_mx.backends import base
