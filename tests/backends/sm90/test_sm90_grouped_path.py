@@ -4,6 +4,8 @@ once on the calls of the native module, which fake_sm90_grouped.py stands in for
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from as_on_hopper import hide_splits, hopper_with_groups, hoppers_forms
@@ -39,7 +41,9 @@ def check_layer(
 ) -> None:  # fmt: skip
     layer = te_mx.GroupedLinear(len(splits), k, n, bias, dtype=dtype, single_grouped_weight=stacked)
     x = tensor("normal", sum(splits) + behind, k, seed, dtype)
-    with te_mx.autocast(recipe=RECIPES[recipe]):
+    with te_mx.autocast(recipe=RECIPES[recipe]), warnings.catch_warnings():
+        if recipe == "nvfp4":  # of which the reference runs most
+            warnings.simplefilter("ignore", te_mx.FallbackWarning)
         assert_same_as_loop(layer, loop_of(layer), x, splits)
 
 
