@@ -323,8 +323,10 @@ def _whole_as(end: str, whole: Tensor, read: Tensor | None) -> Tensor:
     """A tensor scale as files have it: what was read of one, while the weight is that."""
     if end == WHOLE:
         return whole
-    if read is not None and torch.equal(read.float().reciprocal().reshape(whole.shape), whole):
-        return read
+    if read is not None:  # on whatever device the file was read to
+        read = read.to(whole.device)
+        if torch.equal(read.float().reciprocal().reshape(whole.shape), whole):
+            return read
     return whole.reciprocal().reshape(whole.shape or (1,))
 
 

@@ -20,7 +20,7 @@ from te_mx.layouts.operand import Operand, Stack
 # By (MX, few rows): BM, BN, BK, warps, stages.
 _TILES = {
     (True, True): (16, 64, 128, 4, 4), (True, False): (128, 128, 64, 4, 4),
-    (False, True): (64, 64, 128, 4, 4), (False, False): (128, 128, 128, 8, 3),
+    (False, True): (64, 64, 128, 4, 4), (False, False): (64, 128, 128, 4, 4),
 }  # fmt: skip
 _FEW_ROWS, _GROUP = 32, 8
 

@@ -81,7 +81,7 @@ class TritonQuantize(Kernel):
         row = empty_operand(what.row, rows, cols, device) if what.row else None
         col = empty_operand(what.col, cols, rows, device) if what.col else None
         words = of_rule(fmt, what.rule)
-        height, width, warps = 32, 64, 2
+        height, width, warps = 32, 128 if fmt.element.bits == 8 else 64, 2
         if fmt.scaling.scale == "fp32":
             height = 128 if col or words["SQUARE"] else 32
             width = 128 if row or words["SQUARE"] else 32
