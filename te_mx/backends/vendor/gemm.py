@@ -22,7 +22,8 @@ from te_mx.layouts.operand import Operand
 _MX = ("mxfp8_e4m3", "mxfp8_e5m2")
 # The first major of GPUs that multiply a format by cuBLAS, and the one behind the last.
 _GPUS = dict.fromkeys((*_MX, "nvfp4"), (10, 13))
-_GPUS |= {name: (9, 10) for name in BLOCKWISE if "fnuz" not in name}
+# Torch 2.11 refuses blocks of E5M2 on an H200.
+_GPUS |= {name: (9, 10) for name in BLOCKWISE if name.startswith("fp8_e4m3_")}
 _MULTIPLE = 16
 
 
