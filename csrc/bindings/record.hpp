@@ -41,7 +41,8 @@ concept AnyRecord =
     one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
            GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
            GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, NormRowsArgs, LinearArgs, Routing,
-           MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs, sm90::Nvfp4Args, sm90::Nvfp4QuantizeArgs>;
+           MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs, sm90::Nvfp4Args,
+           sm90::Nvfp4QuantizeArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>
