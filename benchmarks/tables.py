@@ -87,10 +87,11 @@ MODEL = Line(
 )
 MEMORY = Line("its peak memory (less is better)", "the same", llama("861m-eager GiB", "mxfp8"))
 DECODE = Line(
-    "a frozen layer, one token, MXFP8 / MXFP4 weights, mean of the shapes of LLMs",
+    # MXFP4's kernel is newer than its results.
+    "a frozen layer, one token, MXFP8 weights, mean of the shapes of LLMs",
     "cuBLAS bf16 in a CUDA graph",
-    few_rows("mxfp8", 1) + few_rows("mxfp4", 1),
-    ("decoding one token, MXFP8 (H200)", "decoding one token, MXFP4 (H200)"),
+    few_rows("mxfp8", 1),
+    ("decoding one token, MXFP8 (H200)",),
 )
 ON_CPU = Line(
     "`te_mx.Linear`, forward + backward, 2048 x 2048 x 2048, two cores with AMX",
