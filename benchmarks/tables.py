@@ -127,9 +127,10 @@ TABLES: dict[str, list[Line]] = {
              h200("quantize both", "8192 8192", peer=".*copy.*")),
     ],
     "inference": [
-        Line(f"frozen Linear, {form.upper()} weights, 1 / 4 / 16 / 32 / 64 tokens",
+        Line(f"frozen Linear, {weights}, 1 / 4 / 16 / 32 / 64 tokens",
              "cuBLAS bf16 in a CUDA graph", few_rows(form, 1, 4, 16, 32, 64))
-        for form in ("mxfp8", "mxfp4")
+        for form, weights in (("mxfp8", "MXFP8 weights"),
+                              ("mxfp4", "MXFP4 weights, by the [kernel before](notes/hopper.md)"))
     ] + [
         Line(f"`fused_experts`, {form.upper()}, {experts} experts, top {top}, {k} -> {n}, 1 / 8 / "
              "32 / 128 / 512 / 2,048 / 8,192 tokens", "`grouped_mm` bf16 in a CUDA graph",
