@@ -7,6 +7,7 @@ kernel): a call costs 2.5 us where the custom_op decorator costs 10 us.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,20 +38,14 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
     return getattr(torch.ops.te_mx, name).default
 
 
-def is_direct(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether x, and others, may go straight to an implementation: as `is_unwatched`, and no
-    function mode is in force."""
-    return not has_torch_function(_NOTHING) and is_unwatched(x, *others)
+def is_direct(x: Tensor, *others: Tensor | None, modes: bool = True) -> bool:
+    """Whether x, and others, may go straight to an implementation: plain CPU or CUDA tensors whose
+    memory holds their values, and nobody who watches the dispatcher. modes: whether function modes
+    count as watchers.
 
-
-def is_unwatched(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether x, and others, are plain CPU or CUDA tensors whose memory holds their values, and
-    nobody watches the dispatcher.
-
-    Watchers are torch.compile, dispatch modes, functorch transforms, jit tracing and the profiler.
-    A function mode is none, for torch.set_default_device and `with torch.device(..)` set one, under
-    which no product may have other bits. Negative views (torch._neg_view, the imaginary part of a
-    conjugate) do not hold their values: the dispatcher makes copies of them that do.
+    Others are torch.compile, dispatch modes, functorch transforms, jit tracing and the profiler.
+    Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold their values:
+    the dispatcher makes copies of them that do.
     """
     if (
         _compiling()
@@ -58,6 +53,7 @@ def is_unwatched(x: Tensor, *others: Tensor | None) -> bool:
         or not (x.is_cpu or x.is_cuda)
         or x.is_neg()
         or dispatch_modes()
+        or (modes and has_torch_function(_NOTHING))
         or transform_level() is not None
         or _tracing()
         or profiling()
@@ -69,3 +65,8 @@ def is_unwatched(x: Tensor, *others: Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+# Function modes do not count: torch.set_default_device and `with torch.device(..)` set one, under
+# which no product may have other bits.
+is_unwatched = partial(is_direct, modes=False)
