@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = "README.md", "docs/index.md", "docs/performance.md", "benchmarks/README.md"
 PICTURE = "docs/speed.svg"
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-H200, AMX = "nvidia-h200", "amx"
+H200, AMX, EPYC = "nvidia-h200", "amx", "amd-epyc"
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,11 @@ TABLES: dict[str, list[Line]] = {
         Line("frozen Linear, 4096 x 4096, 1 / 4 / 16 tokens", "`nn.Linear` bf16",
              tuple(Cell(AMX, "decode", f"{m} 4096 4096", peer="nn.Linear bf16")
                    for m in (1, 4, 16))),
+    ] + [
+        Line(f"the same with inputs as they are, {form}, two cores without AMX", "`nn.Linear` bf16",
+             tuple(Cell(EPYC, name, f"{m} 4096 4096", peer="nn.Linear bf16")
+                   for m in (1, 4, 16)))
+        for form, name in (("MXFP4", "weights only"), ("NVFP4", "weights only, NVFP4"))
     ],
 }  # fmt: skip
 
@@ -182,7 +187,10 @@ def table(lines: list[Line], known: dict[str, list[Record]]) -> str:
 
 
 def name_of(machine: str) -> str:
-    return "NVIDIA H200" if machine == H200 else "two cores of an Intel Xeon with AMX"
+    return {
+        H200: "NVIDIA H200", AMX: "two cores of an Intel Xeon with AMX",
+        EPYC: "two of an AMD EPYC without",
+    }[machine]  # fmt: skip
 
 
 def newest(known: dict[str, list[Record]]) -> str:
