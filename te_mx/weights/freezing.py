@@ -27,6 +27,17 @@ from te_mx.weights.split import part_names
 _PARTS = "codes", "scale", "aside", "tensor_scale"  # buffers of a weight without a master
 
 
+def as_buffers(held: Operand | Stack) -> dict[str, Tensor | None]:
+    """What a module without a master has of a weight, by the ends of the buffers' names. The
+    state_dict has them under other names and dtypes: as integers they pass through .to(dtype)
+    unharmed, fp32 scales by their bytes."""
+    scales, whole = held.scales, held.tensor_scale
+    scales = scales.view(torch.uint8) if scales.is_floating_point() else scales
+    if whole is not None:
+        whole = whole.view(*whole.shape, 1).view(torch.uint8)
+    return dict(zip(_PARTS, (held.codes, scales, held.packed, whole), strict=True))
+
+
 class Freezable(Sourced):
     """Mixin of the modules, beside an nn.Module. A *key* names a weight of the module as the GEMMs
     see it, whatever parameters hold it: split ones are joined, those of groups stacked."""
@@ -90,7 +101,7 @@ class Freezable(Sourced):
 
     def _plain_codes(self, key: str, settings: Settings) -> Operand | Stack:
         """The weight, quantized rowwise."""
-        return _rowwise(here(self._whole(key)).detach(), settings)
+        return rowwise(here(self._whole(key)).detach(), settings)
 
     def _codes_below(self, key: str, settings: Settings, amax: Tensor) -> Operand:
         """The same of a matrix, with the tensor scale of weights that go up to amax together."""
@@ -98,7 +109,7 @@ class Freezable(Sourced):
         n, k = weight.shape
         room = weight.new_zeros(16 + -n % 16, k)  # blocks of their own
         room[-1, 0] = amax
-        row = _rowwise(torch.cat([weight, room]), settings)
+        row = rowwise(torch.cat([weight, room]), settings)
         scales = row.scales[: row.format.scales_shape(n, k)[0]].clone()
         return row._replace(codes=row.codes[:n].clone(), scales=scales, rows=n)
 
@@ -246,14 +257,7 @@ class Freezable(Sourced):
     def _hold(self, key: str, held: Operand | Stack) -> None:
         """Make this the one copy of a weight without a master."""
         assert isinstance(self, nn.Module)
-        codes, scales = held.codes, held.scales
-        # The state_dict has them under other names and dtypes. As integers they pass through
-        # .to(dtype) unharmed, fp32 scales by their bytes.
-        scales = scales.view(torch.uint8) if scales.is_floating_point() else scales
-        whole = held.tensor_scale
-        if whole is not None:
-            whole = whole.view(*whole.shape, 1).view(torch.uint8)
-        for part, tensor in zip(_PARTS, (codes, scales, held.packed, whole), strict=True):
+        for part, tensor in as_buffers(held).items():
             if tensor is None:  # no buffer that is None: torch.export counts them
                 self._buffers.pop(f"{key}_{part}", None)
             else:
@@ -345,7 +349,8 @@ def lies(module: Freezable, *keys: str) -> str:
     return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"
 
 
-def _rowwise(weight: Tensor, settings: Settings) -> Operand:
+def rowwise(weight: Tensor, settings: Settings) -> Operand:
+    """A matrix as its codes lie at rest."""
     row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
     assert row is not None
     return row

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats
-from te_mx._ops import Operand, Stack, quantize_2d
+from te_mx._ops import Operand, Stack
+from te_mx._ops.quantize import tensors_of
 from te_mx._ops.settled import held_as, settled
 from te_mx.autograd.linear_recipe import at_rest
 from te_mx.context.region import current_recipe
 from te_mx.recipe import Settings, resolve_recipe
 from te_mx.runtime.arguments import check_module, is_dense, shown
-from te_mx.weights.freezing import Freezable
+from te_mx.weights.freezing import Freezable, as_buffers, rowwise
 from te_mx.weights.ranks import is_spread
 from te_mx.weights.state_dict import named_codes
 
@@ -90,7 +91,7 @@ def _codes_of(module: Any, full: str, key: str, settings: Settings) -> dict[str,
     prefix = full.removesuffix(key)
     if not any(map(is_spread, weights)):
         row = module._plain_codes(key, settings)
-        return named_codes(module, prefix, key, (row.codes, row.scales), settings.w)
+        return named_codes(module, prefix, key, tensors_of(row), settings.w)
     made: dict[str, Tensor] = {}
     for name, weight in zip(names, weights, strict=True):
         if not is_spread(weight) or module._master_shape(key)[-2:] != weight.shape[-2:]:
@@ -103,19 +104,19 @@ def _codes_of(module: Any, full: str, key: str, settings: Settings) -> dict[str,
     return made
 
 
-def _gathered(weight: Any, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a DTensor, on every rank."""
+def _gathered(weight: Any, settings: Settings) -> list[Tensor]:
+    """The tensors of a quantized DTensor, on every rank."""
     if not _cuts_between_blocks(weight, formats.get(settings.w)):
         return _quantized(weight.full_tensor().detach(), settings)
     parts = _quantized(weight.to_local().detach(), settings)
     mesh, places = weight.device_mesh, weight.placements
-    codes, scales = (
-        type(weight).from_local(one, mesh, places, run_check=False).full_tensor() for one in parts
-    )
-    return codes, scales
+    whole = type(weight).from_local
+    return [whole(one, mesh, places, run_check=False).full_tensor() for one in parts]
 
 
 def _cuts_between_blocks(weight: Any, fmt: formats.Format) -> bool:
+    if fmt.tensor_scaled:  # by the largest number of all ranks
+        return False
     rows, k = fmt.scaling.block
     units = [1] * (weight.dim() - 2) + [rows, k]
     cut = set[int]()
@@ -129,14 +130,12 @@ def _cuts_between_blocks(weight: Any, fmt: formats.Format) -> bool:
     return True
 
 
-def _quantized(weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Rowwise codes and scales of a matrix, or of several."""
+def _quantized(weight: Tensor, settings: Settings) -> list[Tensor]:
+    """The tensors of a matrix that is quantized rowwise, or of several."""
     if weight.dim() > 2:
         each = [_quantized(one, settings) for one in weight]
-        return torch.stack([one[0] for one in each]), torch.stack([one[1] for one in each])
-    row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
-    assert row is not None
-    return row.codes, row.scales
+        return [torch.stack(parts) for parts in zip(*each, strict=True)]
+    return tensors_of(rowwise(weight, settings))
 
 
 @torch.no_grad()
@@ -190,25 +189,20 @@ def _fits(new: Any, value: Tensor) -> bool:
 
 def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) -> set[str]:
     """Overwrite the buffers of one weight; the names that it took."""
-    codes, scales, *_ = module._codes(key)
-    source = module._source
-    mine = named_codes(module, prefix, key, (codes, scales), source.settings.w)
-    names = list(mine)
-    device = codes.device
+    held, source = module._codes(key), module._source
+    names = list(named_codes(module, prefix, key, held, source.settings.w))
     parts = []
-    for old, every in ((codes, names[::2]), (scales, names[1::2])):
-        each = [given[one].to(device).view(old.dtype) for one in every]
+    for i, old in enumerate(held):
+        each = [given[one].to(old.device).view(old.dtype) for one in names[i :: len(held)]]
         parts.append((each[0] if len(each) == 1 else torch.stack(each)).reshape(old.shape))
     row: Operand | Stack = held_as(parts, at_rest(source.settings.w), source.shapes[key])
-    made, stored = settled(row), module._stored(key)
-    for part, old, new in zip(
-        ("codes", "scale", "aside"), stored, (made.codes, made.scales, made.packed), strict=False
-    ):
-        assert new is not None
+    for part, new in as_buffers(settled(row)).items():
+        if new is None:
+            continue
         if part == "aside":  # of which there may be more now: no product reads it
             module.register_buffer(f"{key}_aside", new, persistent=False)
         else:
-            old.copy_(new.view(old.dtype))
+            getattr(module, f"{key}_{part}").copy_(new)
     return set(names)
 
 

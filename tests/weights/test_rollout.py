@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx.recipe import DeepSeekV3, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import DeepSeekV3, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
-RECIPES = [MXFP8BlockScaling(), MXFP4BlockScaling(), DeepSeekV3()]
+RECIPES = [MXFP8BlockScaling(), MXFP4BlockScaling(), DeepSeekV3(), NVFP4BlockScaling()]
 
 
 def model() -> nn.Module:
