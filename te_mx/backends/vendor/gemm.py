@@ -32,7 +32,7 @@ def capability(index: int) -> int | None:
     """The major of a CUDA GPU; None where torch has no scaled_mm, there is none, or it is AMD's."""
     if torch.version.hip is not None or not hasattr(torch.nn.functional, "scaled_mm"):
         return None
-    if not 0 <= index < torch.cuda.device_count():
+    if not (torch.cuda.is_available() and 0 <= index < torch.cuda.device_count()):
         return None
     return torch.cuda.get_device_capability(index)[0]
 
