@@ -65,6 +65,9 @@ def work(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
     store, limit = dist.FileStore(f"{folder}/store", ranks), datetime.timedelta(seconds=60)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     outcomes = dist.PrefixStore("outcomes", store)
+    # A rank that fails and ends while another still connects breaks that one's init.
+    outcomes.set(f"connected {rank}", "")
+    outcomes.wait([f"connected {one}" for one in range(ranks)], limit)
     told = {}
     for case in names:
         module, _, name = case.partition(".")
