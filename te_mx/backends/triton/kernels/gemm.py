@@ -101,6 +101,16 @@ def _packed(codes, ROWS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _of_fp8(codes, ELEMENT: tl.constexpr):
+    """Where FP8 lies: bytes that become FP8 behind their load go to tensor cores by registers."""
+    if ELEMENT == "e4m3" or ELEMENT == "e5m2":
+        codes = codes.to(
+            tl.pointer_type(tl.float8e4nv if ELEMENT == "e4m3" else tl.float8e5), bitcast=True
+        )
+    return codes
+
+
+@triton.jit
 def multiply_mx(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr, B_LOOSE: tl.constexpr,
@@ -112,6 +122,8 @@ def multiply_mx(
     those of 4 bits lie one a byte. Scales of blocks of 32 are E8M0, of 16 E4M3. DECODED:
     "bf16", in which values that kernels make are exact, "fp32" in the interpreter, or "". EVEN:
     tiles end where matrices do."""
+    if DECODED == "":
+        a, b = _of_fp8(a, A), _of_fp8(b, B)
     A_PACK: tl.constexpr = 2 if A == "e2m1" and not A_LOOSE else 1
     B_PACK: tl.constexpr = 2 if B == "e2m1" and not B_LOOSE else 1
     ka, kb = tl.arange(0, BK // A_PACK), tl.arange(0, BK // B_PACK)
@@ -131,11 +143,11 @@ def multiply_mx(
         else:
             left = tl.load(
                 a_at, mask=(r < m)[:, None] & (ka < a_width - step * (BK // A_PACK))[None, :],
-                other=0,
+                other=0.0,
             )
             right = tl.load(
                 b_at, mask=(c < n)[:, None] & (kb < b_width - step * (BK // B_PACK))[None, :],
-                other=0,
+                other=0.0,
             )
             left_scales = tl.load(
                 as_at, mask=(r < m)[:, None] & (kas < a_blocks - step * (BK // A_BLOCK))[None, :],
@@ -178,6 +190,9 @@ def multiply_blockwise(
     elements where these are decoded."""
     ks = tl.arange(0, BK)
     r64, c64 = r.to(tl.int64), c.to(tl.int64)
+    if DECODED == "":  # bytes that become FP8 behind their load go through registers
+        a = a.to(tl.pointer_type(A), bitcast=True)
+        b = b.to(tl.pointer_type(B), bitcast=True)
     a_at = a + r64[:, None] * a_row + ks[None, :] * a_k
     b_at = b + c64[None, :] * b_row + ks[:, None] * b_k
     as_at = a_scales + (r64 // A_HEIGHT) * as_row
@@ -190,13 +205,13 @@ def multiply_blockwise(
             left, right, left_scales = tl.load(a_at), tl.load(b_at), tl.load(as_at)
         else:
             inside = ks < k - step * BK
-            left = tl.load(a_at, mask=(r < m)[:, None] & inside[None, :], other=0)
-            right = tl.load(b_at, mask=(c < n)[None, :] & inside[:, None], other=0)
+            left = tl.load(a_at, mask=(r < m)[:, None] & inside[None, :], other=0.0)
+            right = tl.load(b_at, mask=(c < n)[None, :] & inside[:, None], other=0.0)
             left_scales = tl.load(as_at, mask=r < m, other=0.0)
         if DECODED != "":
             sums = tl.dot(_decoded(left, A).to(tl.bfloat16), _decoded(right, B).to(tl.bfloat16))
         else:
-            sums = tl.dot(left.to(A, bitcast=True), right.to(B, bitcast=True))
+            sums = tl.dot(left, right)
         if B_HEIGHT >= BN:
             total += sums * (left_scales * tl.load(b_scales + step * bs_k))[:, None]
         else:
