@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
     a, b = x.float().chunk(2, -1)
-    cos, sin = turn.cos()[:, None], turn.sin()[:, None]
+    cos, sin = turn[0, :, None], turn[1, :, None]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
@@ -105,12 +105,14 @@ class Llama(nn.Module):
         head = te_mx.InvariantLinear if invariant else nn.Linear
         self.head = head(args.width, args.vocabulary, bias=False, dtype=dtype)
         pairs = args.width // args.heads // 2
-        self.register_buffer("speeds", 1e4 ** (-torch.arange(pairs) / pairs), persistent=False)
+        # A table: functions of one place need not round as those of many do.
+        turns = torch.outer(torch.arange(args.length), 1e4 ** (-torch.arange(pairs) / pairs))
+        self.register_buffer("turns", torch.stack((turns.cos(), turns.sin())), persistent=False)
 
     def forward(self, tokens: Tensor, at: Tensor, caches: list | None = None) -> Tensor:
         """Log-probabilities [B, T, vocabulary] of tokens [B, T] at places [T]; the caches have the
         keys and values of the places before, and get those of these."""
-        x, turn = self.embed(tokens), at[:, None].float() * self.speeds
+        x, turn = self.embed(tokens), self.turns[:, at]
         places = at if caches is None else torch.arange(caches[0][0].shape[1], device=at.device)
         hidden = (places > at[:, None])[None, None]
         for i, block in enumerate(self.blocks):
@@ -130,7 +132,7 @@ class Engine:
     """A frozen model, its cache for one batch size, and on a GPU the graph of one token."""
 
     def __init__(self, model: Llama, args: argparse.Namespace, batch: int, graphs: bool) -> None:
-        shape = batch, args.prompt + args.tokens, args.heads, args.width // args.heads
+        shape = batch, args.length, args.heads, args.width // args.heads
         room = [
             torch.zeros(shape, dtype=DTYPES[args.dtype], device=args.device)
             for _ in range(2 * args.layers)
@@ -178,9 +180,8 @@ def run(way: str, mixture: bool, args: argparse.Namespace) -> None:
     with torch.no_grad(), te_mx.autocast(**region):
         engines = {batch: Engine(frozen, args, batch, graphs) for batch in args.batches}
 
-    length = args.prompt + args.tokens
-    text = torch.randint(args.vocabulary, (4, length + 1), device=args.device)
-    places = torch.arange(length, device=args.device)
+    text = torch.randint(args.vocabulary, (4, args.length + 1), device=args.device)
+    places = torch.arange(args.length, device=args.device)
     with te_mx.autocast(**region):
         said = trainer(text[:, :-1], places)
     F.nll_loss(said.flatten(0, 1), text[:, 1:].flatten()).backward()
@@ -233,13 +234,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
+    args.length = args.prompt + args.tokens
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     if unknown := set(args.ways.split(",")) - set(WAYS):
         p.error(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
     if args.width % (2 * args.heads) or math.prod(args.batches) < 1:
         p.error("--width must be a multiple of twice --heads, and --batches positive")
     titles = f"{'model':<8}{'way':<10}{'batch':>5}{'largest':>12}{'KL':>12}{'same bits':>16}"
-    print(titles + f"{'bytes a parameter':>19}")
+    print(titles + f"{'bytes a parameter':>19}", flush=True)
     for mixture in (False, True):
         for way in args.ways.split(","):
             run(way, mixture, args)

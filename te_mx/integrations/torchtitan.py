@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import node
+from te_mx.dispatch.fused import Activation
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.integrations.seam import Seam, why_not_in_place, why_not_parameter
+from te_mx.nn import activations
 from te_mx.runtime.arguments import shown
 
 _NAMES = (("w1", "w3", "w2"), ("w1_EFD", "w3_EFD", "w2_EDF"))  # gate, up, down
+_SILU = Activation("silu")
 
 
 class TitanExperts(ExpertsModule):
@@ -52,7 +55,7 @@ class TitanExperts(ExpertsModule):
             self._refuse_transforms(x_RD)
         offs = counts_E.cumsum(0, dtype=torch.int64)  # counts of torch.histc may be floats
         gate, up, down = self._weight_keys
-        h_RF = nn.functional.silu(self._product(x_RD, offs, gate, None, each[0]))
+        h_RF = activations.beside(self._product(x_RD, offs, gate, None, each[0]), _SILU, each[2])
         h_RF = h_RF * self._product(x_RD, offs, up, None, each[1])
         return self._product(h_RF, offs, down, None, each[2]).type_as(x_RD)
 

@@ -23,7 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_mx.autograd.activation import activation
 from te_mx.dispatch.fused import ACTIVATIONS, Activation
+from te_mx.dispatch.problem import INVARIANT
+from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import (
     check_number,
     is_one_of,
@@ -75,6 +78,14 @@ def plain(h: Tensor, act: Activation) -> Tensor:
     if act.base == "clamped_silu":
         b = b.clamp(-act.limit, act.limit) + act.offset
     return _base(a, act) * b
+
+
+def beside(h: Tensor, act: Activation, settings: Settings | None) -> Tensor:
+    """`plain`, and under precision "invariant" te_mx's own: silu, sigmoid and tanh GELU of torch
+    give fp32 values other bits by their place on CPUs."""
+    if settings is None or settings.precision != INVARIANT:
+        return plain(h, act)
+    return activation(h.flatten(0, -2), act).unflatten(0, h.shape[:-1])
 
 
 def known(h: Tensor, a: Tensor, gated: bool = False) -> Activation | None:

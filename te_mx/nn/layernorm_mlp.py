@@ -168,8 +168,8 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         return self._all_parameters(), ((rows, hidden), (hidden, ffn))
 
     def _in_two(self, inp: Tensor, first: bool | None, settings: Mixed) -> Any:
-        """A forward where fc1 and fc2 run with different recipes: as a te_mx.LayerNormLinear, the
-        activation of torch, and a te_mx.Linear.
+        """A forward where fc1 and fc2 run with different recipes: as a te_mx.LayerNormLinear, an
+        activation, and a te_mx.Linear.
         """
         one, two = settings.each
         p, bias = self._read(inp)
@@ -184,7 +184,7 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
             call = Call(self._step(inp), None, one, self.return_layernorm_output, (tags[0], -1))
             weights = Weights((kept, None), (sink, None))
             h, z = run_layer(inp, Parameters(*p[:4]), weights, call)
-        a = activations.plain(h, self._act)
+        a = activations.beside(h, self._act, two)
         if two is None:
             out = self._plain_linear(a, "fc2_weight", p.w2, p.b2, first, queue)
         else:

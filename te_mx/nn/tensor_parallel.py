@@ -145,6 +145,10 @@ class TensorParallelGroup(Marked):
                 parameter.tensor_model_parallel, parameter.partition_dim = True, dim
                 parameter.partition_stride = 1
 
+    def _cut_of(self, name: str) -> int | None:
+        """cut_of a parameter, None where one rank has the layer."""
+        return None if self._shared is None else cut_of(self._shared.mode, name)
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Share the layer with the ranks of this process group, as `tp_group` of the constructor.
 

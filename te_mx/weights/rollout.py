@@ -30,26 +30,32 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @torch.no_grad()
-def snapshot(model: nn.Module, *, recipe: Any = None) -> dict[str, Tensor]:
+def snapshot(
+    model: nn.Module, *, recipe: Any = None, like: nn.Module | None = None
+) -> dict[str, Tensor]:
     """What a model frozen with drop_master=True would save, of a model that trains.
 
     Weights of te_mx modules become codes and scales, byte for byte what their next forward
     quantizes: 0.52 of bf16's bytes in 8 bits, 0.27 in 4. Everything else is as in
     ``model.state_dict()``. A weight that fully_shard or tensor parallelism sharded evenly is
     quantized where it lies and its codes are gathered; other DTensors are gathered first. Every
-    rank must call it, and gets the whole.
+    rank must call it, and gets the whole, or what its part of an engine takes.
 
     Args:
         model: plain, sharded by fully_shard or tensor parallel.
         recipe: names the formats; None means what `convert_model` bound to a layer, else the active
             recipe, or the default one.
+        like: an engine of other placement: of layers that it shares with other ranks
+            (``tp_group=``) the snapshot has this rank's parts, cut from one weight at a time.
 
     Returns:
         Tensors by the names of a state_dict; ``load_state_dict`` of a te_mx model takes it too.
 
     Raises:
-        TypeError, ValueError: there is no te_mx module, or a weight cannot be quantized so.
+        TypeError, ValueError: there is no te_mx module, or a weight cannot be quantized so, or cut
+            between its blocks.
     """
+    shares = {} if like is None else _shares(like)
     ambient = current_recipe() if recipe is None else resolve_recipe(recipe)
     modules = _modules(model)
     made: Any = OrderedDict()
@@ -63,9 +69,13 @@ def snapshot(model: nn.Module, *, recipe: Any = None) -> dict[str, Tensor]:
         if not isinstance(settings, Settings):
             raise ValueError(f"{name}: its weights have different recipes; pass recipe=")
         for key in module._weight_keys:
-            codes |= _codes_of(module, f"{name}.{key}" if name else key, key, settings)
+            full = f"{name}.{key}" if name else key
+            if name in shares:
+                _check_cut(shares[name], full, key, module._master_shape(key)[-2:], settings)
+            for entry, value in _codes_of(module, full, key, settings).items():
+                codes[entry] = _mine(shares, entry, value)
     for name, value in model.state_dict().items():
-        made[name] = codes.pop(name) if name in codes else _whole(value)
+        made[name] = codes.pop(name) if name in codes else _mine(shares, name, _whole(value))
     made |= codes
     return made
 
@@ -76,6 +86,44 @@ def _modules(model: nn.Module) -> list[tuple[str, Any]]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no te_mx module; call te_mx.convert_model")
     return found
+
+
+def _shares(like: Any) -> dict[str, Any]:
+    """The layers of an engine that several ranks share, by name."""
+    found = {name: one for name, one in _modules(like) if one._shared is not None}
+    for name, module in found.items():
+        if module._tp_group is None:
+            raise ValueError(f"like: {name} has no tp_group; set_tensor_parallel_group gives one")
+    return found
+
+
+def _halves(module: Any, key: str) -> int:
+    """Of how many matrices each rank has a part: gate and up lie one behind the other."""
+    return 2 if key.startswith("fc1_") and module._act.gated else 1
+
+
+def _check_cut(module: Any, full: str, key: str, shape: Any, settings: Settings) -> None:
+    dim = module._cut_of(key)
+    assert dim is not None
+    unit = _halves(module, key) * module._shared.size * formats.get(settings.w).scaling.block[dim]
+    if shape[dim] % unit:
+        raise ValueError(
+            f"{full} {tuple(shape)}: {module._shared.size} ranks cut blocks of {settings.w} along "
+            f"dimension {dim}, which must divide by {unit}"
+        )
+
+
+def _mine(shares: Mapping[str, Any], full: str, value: Any) -> Any:
+    """This rank's part of a whole entry."""
+    name, _, key = full.rpartition(".")
+    module: Any = shares.get(name)
+    dim = None if module is None else module._cut_of(key)
+    if dim is None or value.dim() < ("bias" in key or 2):  # a scale of the whole, too
+        return value
+    at, rank = -1 if "bias" in key else dim - 2, torch.distributed.get_rank(module._tp_group)
+    halves = value.chunk(_halves(module, key), at)
+    parts = [half.chunk(module._shared.size, at)[rank] for half in halves]
+    return torch.cat(parts, at) if len(parts) > 1 else parts[0].clone()
 
 
 def _whole(value: Any) -> Any:

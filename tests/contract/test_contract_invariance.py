@@ -30,7 +30,6 @@ RECIPES = {
 }
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 CPU, A = torch.device("cpu"), "mxfp8_e4m3@rows"
-ROWS = 1, 2, 7, 16, 17, 31, 32, 33, 64, 129, 300
 TOKENS = 512
 
 
@@ -55,23 +54,37 @@ def test_rows_of_a_layer_have_the_same_bits_at_any_number_of_rows(isa, data):
     recipe = RECIPES[data.draw(st.sampled_from(list(RECIPES)))]
     n, k = data.draw(st.sampled_from([16, 40, 96])), data.draw(st.sampled_from([32, 96, 288, 1024]))
     layer, x = te_mx.Linear(k, n, params_dtype=torch.bfloat16), tokens(k)
-    first = data.draw(st.integers(0, TOKENS - max(ROWS)))
+    sizes = data.draw(st.sets(st.integers(1, 300), max_size=6)) | {1, 16, 17, 33}
+    first = data.draw(st.integers(0, TOKENS - max(sizes)))
     with te_mx.autocast(recipe=recipe):
         whole = layer(x)
-        for rows in ROWS:
-            part = x[first : first + rows].clone()
-            same(layer(part), whole[first : first + rows])
+        parts = [(slice(first, first + rows), x[first : first + rows].clone()) for rows in sizes]
+        for part, rows in parts:
+            same(layer(rows), whole[part])
         with torch.no_grad():
             same(layer(x), whole)
     te_mx.freeze_weights(layer, recipe=recipe, drop_master=data.draw(st.booleans()))
     with te_mx.autocast(recipe=recipe), torch.no_grad():
         same(layer(x), whole)
-        for rows in ROWS:
-            same(layer(x[first : first + rows].clone()), whole[first : first + rows])
+        for part, rows in parts:
+            same(layer(rows), whole[part])
+
+
+def test_every_number_of_rows_up_to_300_and_many(isa):
+    """Each number in one recipe, in training or frozen."""
+    for i, recipe in enumerate(RECIPES.values()):
+        layer, x = te_mx.Linear(96, 16, params_dtype=torch.bfloat16), tokens(96, 16384)
+        with te_mx.autocast(recipe=recipe), torch.no_grad():
+            whole = layer(x)
+            for rows in (*range(1 + i, 301, 2 * len(RECIPES)), 512, 777, 4096):
+                same(layer(x[-rows:]), whole[-rows:])
+            te_mx.freeze_weights(layer, recipe=recipe, drop_master=True)
+            for rows in (*range(1 + i + len(RECIPES), 301, 2 * len(RECIPES)), 512, 777, 16384):
+                same(layer(x[-rows:]), whole[-rows:])
 
 
 @recipes
-def test_rows_of_groups_and_of_experts_are_those_of_layers(recipe):
+def test_rows_of_groups_and_of_experts_are_those_of_layers(isa, recipe):
     experts, n, k = 3, 40, 96
     layers = [te_mx.Linear(k, n, bias=False, params_dtype=torch.bfloat16) for _ in range(experts)]
     x = tokens(k, 120)
@@ -95,21 +108,19 @@ def test_rows_of_groups_and_of_experts_are_those_of_layers(recipe):
 
 
 def test_compiled_code_has_the_bits_of_eager_code():
-    layer, x, recipe = (
-        te_mx.Linear(96, 40, params_dtype=torch.bfloat16),
-        tokens(96),
-        RECIPES["mxfp8"],
-    )
+    first, second = (te_mx.Linear(96, 40, params_dtype=torch.bfloat16) for _ in range(2))
+    te_mx.freeze_weights(second, drop_master=True, recipe=RECIPES["mxfp4"])
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def run(rows: Tensor) -> Tensor:
-        with te_mx.autocast(recipe=recipe):
-            return layer(rows)
+    def run(rows: Tensor) -> tuple[Tensor, Tensor]:
+        with te_mx.autocast(recipe=RECIPES["mxfp8"]):
+            y = first(rows)
+        with te_mx.autocast(recipe=RECIPES["mxfp4"]):
+            return y, second(rows)
 
-    with te_mx.autocast(recipe=recipe):
-        whole = layer(x)
-    same(run(x), whole)
-    same(run(x[40:47].clone()), whole[40:47])
+    x, compiled = tokens(96), torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for rows in (x, x[40:47].clone()):
+        for part, one in zip(compiled(rows), run(x), strict=True):
+            same(part, one if rows is x else one[40:47])
 
 
 def test_gemm_has_them_and_refuses_what_is_not_about_rows():

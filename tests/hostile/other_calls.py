@@ -344,10 +344,12 @@ MODELS = (
     *(
         Call(
             f"te_mx.rollout.{name}", lambda d, name=name: getattr(te_mx.rollout, name),
-            lambda d: {"model": converted(d), "recipe": HYBRID},
+            lambda d, name=name: {"model": converted(d), "recipe": HYBRID}
+            | ({"like": frozen(d, drop_master=True)} if name == "snapshot" else {}),
             {"model": (MODULE.but("a dict", "a state dict") if name == "digest" else MODULE)
-                      | changed(None, plain=lambda m: model("cpu")), "recipe": RECIPE},
-            says={"model": "model|te_mx module"},
+                      | changed(None, plain=lambda m: model("cpu")), "recipe": RECIPE}
+            | ({"like": MODULE.but("None")} if name == "snapshot" else {}),
+            says={"model": "model|te_mx module", "like": "model|te_mx module"},
         )
         for name in ("snapshot", "digest")
     ),

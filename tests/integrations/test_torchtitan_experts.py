@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import te_mx
+from te_mx.recipe import MXFP8BlockScaling
 
 E, DIM, HIDDEN = 4, 64, 40
 SHAPES = (HIDDEN, DIM), (HIDDEN, DIM), (DIM, HIDDEN)
@@ -87,6 +88,15 @@ def loop_of_linears(experts: nn.Module, x: torch.Tensor, counts: list[int]) -> t
         made.append(linear(F.silu(linear(rows, w1[e])) * linear(rows, w3[e]), w2[e]))
     out = torch.cat(made)
     return torch.vstack((out, out.new_zeros(len(x) - len(out), DIM)))
+
+
+def test_rows_under_precision_invariant(titan, monkeypatch):
+    monkeypatch.setattr(F, "silu", None)  # it gives rows other bits, which quantizers hide mostly
+    experts, x = titan(GroupedExperts), torch.randn(100, DIM)
+    te_mx.convert_model(experts, recipe=MXFP8BlockScaling(precision="invariant"))
+    whole = experts(x, torch.tensor([99, 0, 1, 0]))
+    for rows in (1, 7, 17, 98):
+        assert torch.equal(experts(x[:rows], torch.tensor([rows, 0, 0, 0])), whole[:rows])
 
 
 @pytest.mark.usefixtures("family")

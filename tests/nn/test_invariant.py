@@ -3,7 +3,9 @@ normalizations, activations; and te_mx.audit of what does not."""
 
 from __future__ import annotations
 
+import copy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
+from te_mx.dispatch.fused import Activation
+from te_mx.nn import activations
 from te_mx.pytorch import DotProductAttention, LayerNorm, RMSNorm
-from te_mx.recipe import MXFP8BlockScaling
+from te_mx.recipe import (
+    CustomRecipe,
+    Float8BlockScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -78,6 +88,31 @@ def test_a_query_depends_on_its_keys_alone(dtype, softcap, softmax_type):
         assert torch.equal(step(q[1:2, i : i + 1], keys, values, hidden)[0, 0], whole[1, i])
 
 
+@pytest.mark.parametrize(
+    "act", ["gelu", "silu", "qgelu", "glu", "swiglu", "clamped_swiglu", "srelu"]
+)
+def test_activations_between_two_recipes(act, monkeypatch):
+    run, own = (lambda h: activations.beside(h, Activation(act), RECIPE.settings)), Activation(act)
+    h = torch.randn(100, 2, 66, requires_grad=True)
+    alike(run, h.detach())
+    expected = activations.plain(h, own)
+    torch.testing.assert_close(run(h), expected)
+    for one in (run(h), expected):
+        one.sum().backward()
+    torch.testing.assert_close(h.grad, 2 * torch.autograd.grad(run(h).sum(), h)[0])
+    assert torch.equal(activations.beside(h, own, MXFP8BlockScaling().settings), expected)
+    # Where they stand: quantizers hide all but one in a million of such bits.
+    monkeypatch.setattr(activations, "plain", None)
+    recipe = CustomRecipe(
+        lambda role: ("mxfp4", "mxfp8")["fc2" in role.name], precision="invariant"
+    )
+    block = nn.Sequential(te_mx.LayerNormMLP(96, 64, activation=act))
+    te_mx.convert_model(block, recipe=recipe)
+    with te_mx.autocast(recipe=recipe):
+        alike(block, torch.randn(100, 96))
+        assert "mxfp4" in (said := block[0]._seen.formats) and "mxfp8" in said
+
+
 def test_audit_names_what_depends_on_neighbours():
     class Own(nn.Module):
         pass
@@ -95,6 +130,41 @@ def test_audit_names_what_depends_on_neighbours():
     with te_mx.autocast(recipe=RECIPE):
         assert te_mx.audit(model.eval(), invariant=True).dependent == []
     assert te_mx.audit(model).dependent is None
+
+
+RECIPES = (
+    RECIPE,
+    MXFP4BlockScaling(precision="invariant"),
+    Float8BlockScaling(precision="invariant"),
+    NVFP4BlockScaling(True, True, row_scaled_activation=True, precision="invariant"),
+)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=["mxfp8", "mxfp4", "fp8", "nvfp4"])
+def test_tokens_of_a_model_alone_in_a_batch_in_prefill_and_in_decode(recipe, mixture):
+    sizes = {"width": 64, "heads": 2, "layers": 2, "vocabulary": 50, "dtype": "bfloat16"}
+    trainer = rollout.Llama(Namespace(**sizes, length=80), mixture, True)
+    tokens, at = torch.randint(50, (5, 70)), torch.arange(70)
+    with te_mx.autocast(recipe=recipe):
+        whole = trainer(tokens, at).detach()
+        engine = copy.deepcopy(trainer)
+        te_mx.freeze_weights(engine, drop_master=True, recipe=recipe)
+        for model, run in ((trainer, torch.enable_grad), (engine, torch.no_grad)):
+            with run():
+                assert torch.equal(model(tokens, at), whole)
+                assert torch.equal(model(tokens[3:4], at), whole[3:4])
+                assert torch.equal(model(tokens[1:4, :7], at[:7]), whole[1:4, :7])
+        for some in (slice(0, 5), slice(2, 3)):  # a cache with room behind the last token
+            room = torch.full((4, len(tokens[some]), 80, 2, 32), 3.0, dtype=torch.bfloat16)
+            caches = [(room[0], room[1]), (room[2], room[3])]
+            with torch.no_grad():
+                said = [engine(tokens[some, :64], at[:64], caches)]
+                said += [
+                    engine(tokens[some, i : i + 1], at[i : i + 1], caches) for i in (64, 65, 66)
+                ]
+                said.append(engine(tokens[some, 67:], at[67:], caches))
+            assert torch.equal(torch.cat(said, 1), whole[some])
 
 
 def test_the_example_agrees_to_the_bit(capsys):

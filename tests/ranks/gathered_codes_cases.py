@@ -335,3 +335,39 @@ def case_a_snapshot_of_sharded_weights():
         found = te_mx.rollout.snapshot(one, recipe=RECIPE)
         assert found.keys() == expected.keys()
         assert te_mx.rollout.digest(found) == te_mx.rollout.digest(expected)
+
+
+def case_a_snapshot_for_an_engine_that_two_ranks_share():
+    """From FSDP2 to parts of a tensor-parallel engine, as parts of the same codes."""
+    sizes, rank = {"a": (K, N), "b": (N, K), "mlp": (K, N)}, dist.get_rank()
+    mlp, recipes = {"activation": "swiglu"}, (RECIPE, te_mx.recipe.MXFP4BlockScaling())
+
+    def model(**how):
+        a, b, c = how.get("a", {}), how.get("b", {}), mlp | how.get("mlp", {})
+        return nn.Sequential(
+            built(te_mx.Linear, *sizes["a"], name="a", **a),
+            built(te_mx.Linear, *sizes["b"], name="b", **b),
+            built(te_mx.LayerNormMLP, *sizes["mlp"], name="mlp", **c),
+        )
+
+    group = {"tp_group": dist.group.WORLD}
+    how = {"a": "column", "b": "row"}
+    shared = {name: group | {"parallel_mode": mode} for name, mode in how.items()}
+    shared["mlp"] = group | {"set_parallel_mode": True}
+    for recipe in recipes:
+        whole, engine = model(), model(**shared)
+        for one in (whole, engine):
+            te_mx.freeze_weights(one, drop_master=True, recipe=recipe)
+        sent = te_mx.rollout.snapshot(sharded(model()), recipe=recipe, like=engine)
+        te_mx.rollout.load_(engine, sent)
+        assert te_mx.rollout.digest(engine) == te_mx.rollout.digest(sent)
+        rows = whole.state_dict()["0.weight"].view(torch.uint8)
+        assert torch.equal(sent["0.weight"].view(torch.uint8), rows.chunk(2)[rank])
+        x = of(M, K)
+        with torch.no_grad(), te_mx.autocast(recipe=recipe):
+            found, expected = engine(x).float(), whole(x).float()
+        assert (found - expected).norm() < 1e-2 * expected.norm()
+    odd = built(te_mx.Linear, 96, N, name="odd")
+    like = built(te_mx.Linear, 96, N, name="odd", parallel_mode="row", **group)
+    said = r"2 ranks cut blocks of mxfp8_e4m3 along dimension 1, which must divide by 64"
+    refused(ValueError, said, lambda: te_mx.rollout.snapshot(odd, recipe=RECIPE, like=like))
