@@ -5,11 +5,10 @@ modules read only its ``settings``, a plain tuple that ``torch.compile`` can gua
 `NAMED` has the recipes that go by a name: ``te_mx.autocast(recipe="mxfp8")``.
 """
 
-from te_mx.recipes.block_scaling import BlockScaling
 from te_mx.recipes.custom import CustomRecipe, Quantizer, QuantizerRole, overrides
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling, MMParams
 from te_mx.recipes.mxfp4 import MXFP4BlockScaling
-from te_mx.recipes.mxfp8 import Format, FormatRange, MXFP8BlockScaling
+from te_mx.recipes.mxfp8 import BlockScaling, Format, FormatRange, MXFP8BlockScaling
 from te_mx.recipes.nvfp4 import NVFP4BlockScaling
 from te_mx.recipes.resolve import NAMED, get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.recipes.settings import Settings

@@ -75,7 +75,7 @@ def norm_backward_2d(
     dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx [rows, cols] in dtype, and dweight and dbias [cols] in fp32; see
-    fused_math.normalize_backward of the reference for the formulas."""
+    normalize_backward of reference/fused.py for the formulas."""
     if is_direct(dz, x, weight, mean, rstd):
         return _norm_backward(dz, x, weight, mean, rstd, dtype)
     return _NORM_BACKWARD(dz, x, weight, mean, rstd, dtype)

@@ -14,8 +14,8 @@ from te_mx._ops.grouped_quantize import ends_of
 from te_mx._ops.library import define, is_direct
 from te_mx._ops.quantize import empty_parts, parts_of, quantized_of
 from te_mx.dispatch import run
+from te_mx.dispatch.calls import ActGroups, Groups
 from te_mx.dispatch.fused import Activation, ActStep, Target
-from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts.operand import Quantized
 

@@ -21,8 +21,7 @@ from te_mx._ops.gemm import empty
 from te_mx._ops.grouped_quantize import ends_of
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Mode
-from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, Groups
+from te_mx.dispatch.calls import GroupedK, GroupedRows, Groups, Mode
 from te_mx.dispatch.kernels import derived
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import find, pick_problem, planned_problem

@@ -31,7 +31,7 @@ from te_mx.dispatch.moe import (
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.tuned import tables
-from te_mx.dispatch.tuned.table import MOST_ROWS
+from te_mx.dispatch.tuned.tables import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime.ran import LAST_RUN, note_read
 

@@ -18,8 +18,7 @@ from te_mx.recipe import Settings, resolve_recipe
 from te_mx.recipes.settings import Mixed
 from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.weights.formats import WEIGHT_ONLY, Fixed, fixed_by
-from te_mx.weights.missing import take_back
-from te_mx.weights.weight_readers import reads_now, weights_read
+from te_mx.weights.missing import reads_now, take_back, weights_read
 
 _M = TypeVar("_M")
 

@@ -37,7 +37,7 @@ from te_mx.autograd import node
 from te_mx.autograd.grouped import GroupForms
 from te_mx.autograd.linear_recipe import mode_of, new_seed
 from te_mx.context.region import output_dtype
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.groups import scale_rows
 from te_mx.formats import Format
 from te_mx.layouts.operand import stacked

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from te_mx.autograd import weight_parts
 from te_mx.context import region
-from te_mx.dispatch.calls import FLOAT_DTYPES
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.calls import FLOAT_DTYPES, Groups
 from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, readable
 from te_mx.layouts.operand import Stack
 from te_mx.recipe import Settings, resolve_recipe

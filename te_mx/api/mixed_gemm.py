@@ -17,9 +17,8 @@ from torch import Tensor
 from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
 from te_mx.api.blas import USAGES, check_layout, operand_of
 from te_mx.autograd.grouped import grouped_plain
-from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
-from te_mx.dispatch.calls import Epilogue
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.backends.reference.gemm import finish, mm_without_tf32
+from te_mx.dispatch.calls import Epilogue, Groups
 from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.layouts import spec_of
 from te_mx.runtime.arguments import check_memory, check_place, parts_of, shown

@@ -78,8 +78,8 @@ from te_mx.autograd.linear_recipe import (
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.routing import Route, rows_of, sum_of_rows
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, unflatten
+from te_mx.dispatch.calls import ActGroups, Groups
 from te_mx.dispatch.fused import Activation, ActStep, Target
-from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, readable
 from te_mx.recipes.settings import Settings
 

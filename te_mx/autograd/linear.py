@@ -34,8 +34,8 @@ from te_mx.autograd import (
     linear_recipe,
     sequence_parallel,
 )
-from te_mx.autograd.dgrad_accumulation import Pass, entered, passed_on, total
 from te_mx.autograd.grad_target import WeightGradient, Wgrad
+from te_mx.autograd.input_cache import Pass, entered, passed_on, total
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,

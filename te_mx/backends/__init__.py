@@ -9,12 +9,11 @@ from te_mx.dispatch.problem import register_level
 
 register_level("cpu", isa, ISA_LEVELS, missing_reason)
 for _name in (
-    "cpu.cost", "cpu.frozen", "cpu.frozen_as_is", "cpu.fused", "cpu.gemm", "cpu.grouped",
+    "cpu.cost", "cpu.frozen", "cpu.fused", "cpu.gemm", "cpu.grouped",
     "cpu.linear", "cpu.moe", "cpu.quantize", "device_names", "reference.fused", "reference.gemm",
     "reference.grouped", "reference.moe", "reference.quantize", "sm90.blockwise", "sm90.codes",
     "sm90.cost", "sm90.decode", "sm90.experts", "sm90.fused", "sm90.gemm", "sm90.grouped",
-    "sm90.grouped_apart", "sm90.grouped_blockwise", "sm90.grouped_fused", "sm90.layer",
-    "sm90.linear", "sm90.moe", "sm90.nvfp4", "sm90.quantize", "sm90.rest", "triton.gemm",
-    "triton.grouped", "triton.quantize", "vendor.gemm",
+    "sm90.layer", "sm90.linear", "sm90.moe", "sm90.nvfp4", "sm90.quantize", "sm90.rest",
+    "triton.gemm", "triton.grouped", "triton.quantize", "vendor.gemm",
 ):  # fmt: skip
     import_module(f"te_mx.backends.{_name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import te_mx
-from te_mx.commands.shapes import parse_shape
+from te_mx.commands.candidates import parse_shape
 from te_mx.commands.tune import recipe_of
 
 

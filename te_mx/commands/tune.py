@@ -18,13 +18,25 @@ import torch
 
 import te_mx
 from te_mx import formats
-from te_mx.commands.candidates import Candidate, Contest, Experts, Layers, candidates_of, leave
-from te_mx.commands.shapes import TOKENS, Shape, from_text, model_names, of_models, parse_tokens
-from te_mx.commands.timing import ROUNDS, microseconds
+from te_mx.commands.candidates import (
+    ROUNDS,
+    TOKENS,
+    Candidate,
+    Contest,
+    Experts,
+    Layers,
+    Shape,
+    candidates_of,
+    from_text,
+    leave,
+    microseconds,
+    model_names,
+    of_models,
+    parse_tokens,
+)
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.tuned import table, tables
-from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row
-from te_mx.dispatch.tuned.tables import key_of
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.tables import DEFAULT, STEPS, Key, Row, key_of
 from te_mx.recipe import BlockScaling
 from te_mx.runtime.arguments import as_device
 
@@ -140,7 +152,7 @@ class Session:
     ) -> None:  # fmt: skip
         self.device, self.out, self.resume, self.rounds = device, out, resume, rounds
         self.kept_only, self.any_bits = kept_only, any_bits
-        old = table.read(out) if out.exists() else []
+        old = tables.read(out) if out.exists() else []
         self.rows: dict[Key, Row] = {row.key: row for row in old}
         self.old = dict(self.rows)
         self.done: list[Key] = []
@@ -153,7 +165,7 @@ class Session:
             f"{datetime.now(timezone.utc):%Y-%m-%d}",
             "us of a layer or of all experts, bf16 inputs quantized in the call, weights out "
             "of the caches",
-            ANY_BITS if any_bits or (old and ANY_BITS in table.remarks_of(out)) else SAME_BITS,
+            ANY_BITS if any_bits or (old and ANY_BITS in tables.remarks_of(out)) else SAME_BITS,
         ]
 
     def has(self, key: Key) -> bool:
@@ -177,7 +189,7 @@ class Session:
             self.done.append(key)
             if was != row.choice():
                 say(f"{_words(key)}: {was} -> {row.choice()}, {_times(row)}")
-        table.write(self.out, self.rows.values(), self.remarks)
+        tables.write(self.out, self.rows.values(), self.remarks)
 
     def _winner(
         self, contest: Contest, layers: Layers | Experts, problem: Problem, around: list[Row],

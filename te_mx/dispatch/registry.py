@@ -24,7 +24,7 @@ from te_mx.dispatch.problem import (
 )
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.follow import Tuning, follow
-from te_mx.dispatch.tuned.table import MOST_ROWS
+from te_mx.dispatch.tuned.tables import MOST_ROWS
 
 _chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
 _known = derived()

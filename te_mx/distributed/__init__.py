@@ -20,14 +20,14 @@ __all__ = [
 ]
 _WHERE = {
     "ModuleParallel": "styles",
-    "join_halves": "optimizer_halves",
-    "split_halves": "optimizer_halves",
+    "join_halves": "halves",
+    "split_halves": "halves",
     "quantized_all_gather": "fsdp",
-    "quantized_input_gather": "token_codes",
+    "quantized_input_gather": "tensor_parallel",
     # What the folders below call through weights/ranks.py.
     "run": "calls",
     "run_block": "split_block",
-    "codes_of": "on_codes",
+    "codes_of": "fsdp",
     "owners": "fsdp",
     "params_of": "fsdp",
     "attach": "fsdp",

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from te_mx.distributed import groups, on_codes, tensor_parallel
-from te_mx.distributed.gathered import GatheredWeight
+from te_mx.distributed import fsdp, tensor_parallel
+from te_mx.distributed.fsdp import GatheredWeight
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
     """The forward of a module on what this rank has of its tensors."""
     if module._shared is not None:
-        return groups.run(module, inp, *args)
+        return tensor_parallel.run_group(module, inp, *args)
     for value in module._parameters.values():
         if isinstance(value, GatheredWeight):
-            return on_codes.run(module, inp, *args)
+            return fsdp.run_on_codes(module, inp, *args)
     return tensor_parallel.run(module, inp, *args)
 
 

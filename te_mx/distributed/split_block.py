@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_mx.distributed.hooks import hooks_of, same_objects, why_not_between, why_not_usual
-from te_mx.distributed.nodes import local_of_input, placed
-from te_mx.distributed.plans import (
+from te_mx.distributed.collectives import local_of_input, placed
+from te_mx.distributed.styles import hooks_of, same_objects, why_not_between, why_not_usual
+from te_mx.distributed.tensor_parallel import (
     WHOLE,
     Plan,
+    behind_hook,
     check_cuts,
     kind_of,
+    local_of_layer,
     planned,
+    result,
     way_of,
+    whole,
 )
-from te_mx.distributed.tensor_parallel import behind_hook, local_of_layer, result, whole
 from te_mx.fusion.fused_mlp import (
     ATTRIBUTE,
     run_as_step,

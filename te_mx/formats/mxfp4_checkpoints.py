@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import packing
-from te_mx.formats.parts import as_bytes, dense, expect, whole_blocks
+from te_mx.formats.packing import as_bytes, dense, expect, whole_blocks
 from te_mx.formats.scaling import NAN_SCALE
 from te_mx.runtime.arguments import check_size
 

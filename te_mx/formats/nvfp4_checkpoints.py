@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from te_mx.formats.mxfp4_checkpoints import from_compressed_tensors as mxfp4_parts
-from te_mx.formats.parts import as_bytes, expect, whole_blocks
+from te_mx.formats.packing import as_bytes, expect, whole_blocks
 from te_mx.formats.scaling import NAN_SCALE
 from te_mx.runtime.arguments import shown
 

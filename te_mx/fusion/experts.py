@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from te_mx.autograd import grouped
 from te_mx.autograd.routing import Route
 from te_mx.context.region import output_dtype
+from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.fused import Activation
-from te_mx.dispatch.grouped_calls import Groups
 from te_mx.formats import Format
 from te_mx.fusion.class_swap import LayerInPlace
 from te_mx.recipes.settings import Mixed, Settings

@@ -3,27 +3,233 @@ normalizations and attentions get a class in place, and no name changes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from te_mx.fusion import (
-    fused_mlp,
-    fused_norm,
-)
-from te_mx.fusion import (
-    tables as stored_tables,
-)
+from te_mx._ops.stored import stored
+from te_mx.context.region import is_tracing
+from te_mx.fusion import fused_mlp, fused_norm
 from te_mx.fusion.blocks import Block, plan_blocks
-from te_mx.fusion.class_swap import give, take_back
-from te_mx.fusion.losses import give_losses, plan_losses, take_losses
+from te_mx.fusion.class_swap import Reclassed, give, take_back
 from te_mx.fusion.norms import FoundNorm, plan_norms
-from te_mx.fusion.outputs import plan_outputs, save_inputs
 from te_mx.fusion.sequences import Fusion
-from te_mx.fusion.tables import Tables, plan_tables
-from te_mx.nn.guards import RAN
+from te_mx.nn.guards import RAN, hooked
 from te_mx.nn.linear import Linear
+
+# ------------------------------------------------------------------------------------------ tables
+# What a rotary embedding of another library's model does once convert_model(fuse=True) has found
+# it: in compiled code its tables of cosines and sines are written once.
+# torch.compile would make them a part of every kernel that rotates queries and keys, forward and
+# back, where two sines and a cosine for each element take three to five times as long as reading
+# the tables.
+# Rotary embeddings, whose tables compiled code is to write once (te_mx/fusion/in_place.py).
+# They are known by what they hold: frequencies under the name that all libraries give them, and
+# neither parameters nor submodules. Whatever else that were, storing its result changes no value.
+ATTRIBUTE = "_te_mx_tables"
+
+
+class TablesPlan(NamedTuple):
+    """One of the layers of the model, whose recipe counts."""
+
+    beside: nn.Linear
+
+
+class StoredTables(Reclassed):
+    """Mixin in front of the class of a module."""
+
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own forward."""
+        made = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not is_tracing() or not self._in_region():
+            return made
+        if type(made) is tuple and all(_is_table(one) for one in made):
+            return tuple([stored(one) for one in made])
+        return stored(made) if _is_table(made) else made
+
+    def _in_region(self) -> bool:
+        beside: Any = self.__dict__[ATTRIBUTE].beside
+        return type(beside) is Linear and beside._settings() is not None
+
+
+def _is_table(made: Any) -> bool:
+    """Whether a result is one that nothing is differentiated through."""
+    return isinstance(made, Tensor) and made.is_floating_point() and not made.requires_grad
+
+
+_FREQUENCIES = "inv_freq"
+
+
+class Tables(NamedTuple):
+    """A module whose results are tables."""
+
+    module: nn.Module
+    plan: TablesPlan
+
+
+def plan_tables(
+    model: nn.Module, converts: Collection[nn.Module]
+) -> tuple[list[Fusion], list[Tables]]:
+    """The report and what `fuse_in_place` is to do. converts: the layers that are te_mx.Linear
+    afterwards."""
+    found: list[Fusion] = []
+    tables: list[Tables] = []
+    beside = next((module for module in model.modules() if module in converts), None)
+    for name, module in model.named_modules():
+        frequencies = module._buffers.get(_FREQUENCIES)
+        if frequencies is None or frequencies.dim() != 1 or not isinstance(beside, nn.Linear):
+            continue
+        others = any(True for _ in module.parameters()) or module._modules
+        if others or isinstance(module, Reclassed) or hooked(module):
+            continue
+        what = f"{type(module).__name__}: its tables are written once in compiled code"
+        found.append(Fusion(name or "(root)", str(2 * len(frequencies)), what, ""))
+        tables.append(Tables(module, TablesPlan(beside)))
+    return found, tables
+
+
+# ----------------------------------------------------------------------------------------- outputs
+# The output projection of attentions that keep their result for backward themselves: it keeps the
+# same tensor instead of codes of it. Compiled code, which keeps less of everything else, keeps
+# codes, 1.03 bytes an element: quantizing 16384 x 2048 takes 36 us in one read and 60 in two
+# (NVIDIA H200, 2026-11-24).
+# Attentions of Transformers whose backward reads their result, in the memory that the output
+# projection is given: (batch, tokens, heads, width), as their kernels write it. Others (eager) keep
+# something else, and codes are smaller than a tensor of its own.
+_KEEPS = ("sdpa", "flash_attention_2", "flash_attention_3")
+_OUTPUT = ("o_proj", "out_proj", "dense")
+_INPUT = ("q_proj", "qkv_proj", "query_key_value")
+
+
+def plan_outputs(
+    model: nn.Module, converts: Collection[nn.Module]
+) -> tuple[list[Fusion], list[nn.Module]]:
+    """The report, and the layers that are to save their input itself."""
+    found: list[Fusion] = []
+    layers: list[nn.Module] = []
+    for prefix, module in model.named_modules():
+        children = module._modules
+        names = [name for name in _OUTPUT if name in children]
+        kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if not names or kind is None or not any(name in children for name in _INPUT):
+            continue
+        layer, name = children[names[0]], f"{prefix}.{names[0]}" if prefix else names[0]
+        if not isinstance(layer, nn.Linear) or layer not in converts or kind not in _KEEPS:
+            continue
+        shape = f"{layer.in_features} -> {layer.out_features}"
+        what = f"{type(module).__name__}: keeps the result that {kind} keeps, not codes of it"
+        found.append(Fusion(name, shape, what, ""))
+        layers.append(layer)
+    return found, layers
+
+
+def save_inputs(layers: list[nn.Module]) -> None:
+    """Do what was planned, once the layers are converted."""
+    for layer in layers:
+        layer.keeps_given_input = True  # type: ignore[assignment]
+
+
+# ------------------------------------------------------------------------------------------ losses
+# The loss of Transformers' causal language models: convert_model(fuse=True) computes it over parts
+# of the tokens, bit for bit ``F.cross_entropy(logits.float(), labels)``. All logits in fp32,
+# beside their logarithms or their gradients, are what takes the most memory of a training step;
+# autograd goes back part by part, and frees each.
+_LIBRARY = "transformers.loss.loss_utils"
+_PART = 1 << 25  # logits that are in fp32 at a time
+_ALIGNED = 16  # tokens: every row of a part lies as it would in all of them, for kernels that look
+_KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels"}
+
+
+def loss_in_parts(logits_TV: Tensor, labels_T: Tensor, ignore: int, reduction: str) -> Tensor:
+    """The sum or mean, fp32, over tokens with another label than `ignore`."""
+    counted = labels_T != ignore
+    words = torch.where(counted, labels_T, 0).unsqueeze(1)
+    step = max(_PART // logits_TV.shape[1] // _ALIGNED, 1) * _ALIGNED
+    parts = zip(logits_TV.split(step), words.split(step), strict=True)
+    picked = torch.cat([F.log_softmax(part.float(), 1).gather(1, own) for part, own in parts])
+    # The sum as cross_entropy makes it.
+    return F.nll_loss(picked, torch.where(counted, 0, -1), ignore_index=-1, reduction=reduction)
+
+
+def _own() -> Any:
+    """The function of the library, None where that is not imported."""
+    return getattr(sys.modules.get(_LIBRARY), "ForCausalLMLoss", None)
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """As transformers.loss.loss_utils.ForCausalLMLoss, which runs where nothing is to be gained, or
+    where it is asked for more."""
+    plain = torch.compiler.is_compiling() or not logits.requires_grad or not kwargs.keys() <= _KNOWN
+    if plain or type(logits) is not Tensor:
+        return _own()(logits, labels, vocab_size, **kwargs)
+    return _in_parts(logits, labels, vocab_size, **kwargs)
+
+
+def _in_parts(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None,
+    ignore_index: int = -100, shift_labels: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    words = shift_labels.reshape(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = loss_in_parts(logits.reshape(-1, vocab_size), words, ignore_index, reduction)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _is_known() -> bool:
+    """Whether the library's function still computes what `_in_parts` does."""
+    made = torch.Generator("cpu").manual_seed(0)
+    logits = torch.randn(1, 4, 8, generator=made, device="cpu").requires_grad_()
+    labels = torch.tensor([[1, 7, -100, 3]], device="cpu")
+    for more in ({}, {"num_items_in_batch": 3}, {"shift_labels": labels}):
+        if not torch.equal(_own()(logits, labels, 8, **more), _in_parts(logits, labels, 8, **more)):
+            return False
+    return True
+
+
+def _has(module: nn.Module, loss: Any) -> bool:
+    """Whether it is a causal language model of Transformers with this loss."""
+    settable = isinstance(getattr(type(module), "loss_function", None), property)
+    causal = settable and getattr(module, "loss_type", None) == "ForCausalLM"
+    return causal and module.loss_function is loss
+
+
+def plan_losses(model: nn.Module) -> tuple[list[Fusion], list[nn.Module]]:
+    """The report, and the models whose loss is to be computed so."""
+    found: list[Fusion] = []
+    models: list[nn.Module] = []
+    own = _own()
+    for name, module in model.named_modules() if own is not None else ():
+        if _has(module, own) and _is_known():
+            what = f"{type(module).__name__}: its loss goes over parts of the tokens"
+            found.append(Fusion(name or "(root)", "", what, ""))
+            models.append(module)
+    return found, models
+
+
+def give_losses(models: list[Any]) -> None:
+    """Do what was planned."""
+    for model in models:
+        model.loss_function = causal_lm_loss
+
+
+def take_losses(model: nn.Module) -> list[Fusion]:
+    """The other way."""
+    found = []
+    for name, module in model.named_modules():
+        if _has(module, causal_lm_loss):
+            module.loss_function = _own()
+            found.append(Fusion(name or "(root)", "", type(module).__name__, ""))
+    return found
 
 
 class InPlace(NamedTuple):
@@ -42,7 +248,7 @@ NOTHING = InPlace([], [], [], [], [])
 _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (fused_mlp.FusedBlock, fused_mlp.ATTRIBUTE, (RAN,)),
     (fused_norm.FusedNorm, fused_norm.ATTRIBUTE, (RAN, fused_norm.READ)),
-    (stored_tables.StoredTables, stored_tables.ATTRIBUTE, ()),
+    (StoredTables, ATTRIBUTE, ()),
 )
 
 

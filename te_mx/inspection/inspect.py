@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats as all_formats
-from te_mx.conversion.matrices import matrices_of
+from te_mx.conversion.report import matrices_of
 from te_mx.formats import Format
 from te_mx.formats.format import every_name
-from te_mx.inspection.collect import Watch
-from te_mx.inspection.layers import Layer, layers_of, untouched
+from te_mx.inspection.collect import Layer, Watch, layers_of, untouched
 from te_mx.inspection.readings import About, readings_of
 from te_mx.inspection.report import InspectionReport
 from te_mx.recipe import MAX_SPREAD

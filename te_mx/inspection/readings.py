@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from te_mx import formats
 from te_mx.autograd.linear_recipe import GEMMS
-from te_mx.conversion.matrices import Matrix
+from te_mx.conversion.report import Matrix
 from te_mx.formats import Format
-from te_mx.inspection.layers import Layer
+from te_mx.inspection.collect import Layer
 from te_mx.inspection.metrics import Sums
 from te_mx.runtime.arguments import check_one_of, check_size, shown
 

@@ -1,6 +1,6 @@
 """How ranks share a layer, as DTensors or with a process group, and Transformer Engine's arguments
 of the latter: tp_group, tp_size, parallel_mode, sequence_parallel and set_tensor_parallel_group.
-Then parameters are what this rank has; te_mx/distributed/groups.py runs the layer.
+Then parameters are what this rank has; te_mx/distributed/tensor_parallel.py runs the layer.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from te_mx.autograd.linear import Call, linear_on_codes
 from te_mx.autograd.linear_recipe import KeptWeight, on_codes, serving
 from te_mx.autograd.saved import flatten, unflatten
 from te_mx.context.region import is_tracing, output_dtype
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.calls import Groups
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 from te_mx.weights import decode, traced, weight_only

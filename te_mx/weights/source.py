@@ -51,7 +51,7 @@ from te_mx.autograd.linear import Call, Lent, linear
 from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.autograd.node import tag_of
 from te_mx.context.region import is_tracing, output_dtype
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.calls import Groups
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_flag
 from te_mx.weights import gradients
@@ -364,7 +364,7 @@ class Sourced:
     fuse_wgrad_accumulation: bool = False
     delay_wgrad_compute: bool = False
     save_original_input: bool = False
-    # What made the input keeps it in eager mode (fusion/outputs.py): then this layer does, too.
+    # What made the input keeps it in eager mode (fusion/in_place.py): then this layer does, too.
     keeps_given_input: bool = False
     # Whether products read the parameters as they are held, and not turned.
     _reads_held = True

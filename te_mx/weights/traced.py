@@ -52,8 +52,8 @@ from te_mx.autograd.linear_recipe import (
 )
 from te_mx.autograd.node import needs_gradient, tag_of
 from te_mx.autograd.saved import flatten, surely, unflatten
+from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.fused import Activation
-from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.problem import frozen_rows
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings, in_words, of_words

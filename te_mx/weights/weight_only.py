@@ -23,7 +23,7 @@ from torch.nn import functional
 from te_mx._ops import Operand, Stack, dequantize_2d, plain
 from te_mx.autograd.grouped import grouped_plain
 from te_mx.autograd.saved import flatten, unflatten
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.runtime.ran import LAST_RUN
 

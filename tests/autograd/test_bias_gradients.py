@@ -22,8 +22,8 @@ from bias_sums import (
 import te_mx
 from te_mx.autograd import grouped
 from te_mx.autograd.grouped import Groups, col_sums
-from te_mx.backends.reference import grouped_math
-from te_mx.dispatch.grouped_calls import QuantizeGroups
+from te_mx.backends.reference import grouped as reference
+from te_mx.dispatch.calls import QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device
 
 
@@ -89,7 +89,7 @@ def test_quantized_with_splits_on_a_device():
     ends = torch.tensor(SPLITS).cumsum(0)
     starts = ends - torch.tensor(SPLITS)
     tokens = QuantizeGroups(g, Groups(ends), "mxfp8_e4m3@rows", "", "rceil", True)
-    made = grouped_math.quantize(tokens, starts, ends)
+    made = reference.quantize(tokens, starts, ends)
     assert_summed_in_fp32(made.col_sum, in_groups(g))
     assert_summed_in_fp32(col_sums_on_device(g, starts, ends), in_groups(g))
     assert_summed_in_fp32(col_sums(g, Groups(ends)), in_groups(g))

@@ -10,7 +10,7 @@ from sibling_cases import ALL, BF16, F32, PATHS, Apart, given, qkv, run, running
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.autograd.dgrad_accumulation import Siblings
+from te_mx.autograd.input_cache import Siblings
 from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 

@@ -9,7 +9,7 @@ import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.commands import doctor
 from te_mx.commands.main import main
-from te_mx.dispatch.tuned import table
+from te_mx.dispatch.tuned import tables
 
 pytestmark = [
     pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
@@ -24,7 +24,9 @@ def diagnosis(capsys, *arguments):
 
 def test_a_healthy_machine(capsys, tmp_path, monkeypatch):
     path = tmp_path / "mine.csv"
-    table.write(path, [table.Row(table.Key("h200", "gemm", "a", "b", 1, 1, 1), "x", "", 1, "y", 2)])
+    tables.write(
+        path, [tables.Row(tables.Key("h200", "gemm", "a", "b", 1, 1, 1), "x", "", 1, "y", 2)]
+    )
     monkeypatch.setenv("TE_MX_TUNED", str(path))
     code, said = diagnosis(capsys)
     assert code == 0 and said.rstrip().endswith("nothing is wrong")

@@ -15,15 +15,14 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.frozen import Frozen
 from te_mx.backends.sm90 import split_k
 from te_mx.backends.sm90.codes import best_parts
-from te_mx.commands import candidates, timing, tune
+from te_mx.commands import candidates, tune
+from te_mx.commands.candidates import TOKENS, Shape, model_names, of_models
 from te_mx.commands.main import main
-from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem, place_of
-from te_mx.dispatch.tuned import table
-from te_mx.dispatch.tuned.table import DEFAULT
-from te_mx.dispatch.tuned.tables import key_of
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.tables import DEFAULT, key_of
 
 pytestmark = [
     pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
@@ -52,14 +51,14 @@ def times(monkeypatch):
         return {name: given[name] for name in trials}
 
     monkeypatch.setattr(tune, "microseconds", clock)
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(candidates, "cache_bytes", lambda device: 1 << 10)
     return given
 
 
 def tuned(out, *more, shapes=SHAPE, formats="mxfp8_e4m3"):
     command = ["tune", "--shapes", shapes, "--fmt", formats, "--out", str(out), "--any-bits"]
     code = main([*command, *more])
-    return code, {row.key.m: row for row in table.read(out)}
+    return code, {row.key.m: row for row in tables.read(out)}
 
 
 def test_a_winner_is_written_followed_and_kept_by_resume(times, tmp_path, capsys):
@@ -77,7 +76,7 @@ def test_a_winner_is_written_followed_and_kept_by_resume(times, tmp_path, capsys
     times.asked.clear()
     code, rows = tuned(out, "--resume", shapes="4x64x96,8x64x96")
     assert code == 0 and rows[4].use == "portable_f32" and rows[8].use == DEFAULT
-    assert times.asked == [(["portable_stream", "portable_f32"], timing.ROUNDS)]
+    assert times.asked == [(["portable_stream", "portable_f32"], candidates.ROUNDS)]
     capsys.readouterr()
     code, rows = tuned(out)  # anew: what was timed before changes, what was not stays
     said = capsys.readouterr()
@@ -148,9 +147,9 @@ def test_choices_change_no_bits_unless_asked_to(times, tmp_path, monkeypatch):
     out = tmp_path / "t.csv"
     command = ["tune", "--shapes", SHAPE, "--fmt", "mxfp8_e4m3", "--out", str(out)]
     assert main(command) == 0
-    assert [row.choice() for row in table.read(out)] == [DEFAULT]
+    assert [row.choice() for row in tables.read(out)] == [DEFAULT]
     assert [names for names, _ in times.asked] == [["portable_stream"]]
-    assert table.remarks_of(out)[-1] == tune.SAME_BITS
+    assert tables.remarks_of(out)[-1] == tune.SAME_BITS
 
     (panel,) = (one for one in all_kernels.kernels("gemm") if one.name == "portable_f32")
     alike = {4}  # numbers of rows at which it says what the default does
@@ -160,18 +159,18 @@ def test_choices_change_no_bits_unless_asked_to(times, tmp_path, monkeypatch):
 
     monkeypatch.setattr(panel, "sums", sums)
     main(command)
-    assert [row.choice() for row in table.read(out)] == [DEFAULT]
+    assert [row.choice() for row in tables.read(out)] == [DEFAULT]
     alike.add(3)  # which the row of 4 serves
     main(command)
-    assert [row.choice() for row in table.read(out)] == ["portable_f32"]
+    assert [row.choice() for row in tables.read(out)] == ["portable_f32"]
     monkeypatch.undo()
     monkeypatch.setattr(tune, "microseconds", lambda trials, *_: {n: times[n] for n in trials})
 
     assert main([*command, "--any-bits"]) == 0
-    assert [row.choice() for row in table.read(out)] == ["portable_f32"]
-    assert table.remarks_of(out)[-1] == tune.ANY_BITS
+    assert [row.choice() for row in tables.read(out)] == ["portable_f32"]
+    assert tables.remarks_of(out)[-1] == tune.ANY_BITS
     main([*command[:2], "8x64x96", *command[3:], "--resume"])  # rows stay, and what they may do
-    assert table.remarks_of(out)[-1] == tune.ANY_BITS
+    assert tables.remarks_of(out)[-1] == tune.ANY_BITS
 
 
 def test_an_interrupted_run_keeps_what_is_done(times, tmp_path, monkeypatch, capsys):
@@ -190,13 +189,13 @@ def test_an_interrupted_run_keeps_what_is_done(times, tmp_path, monkeypatch, cap
 
 def test_real_times_of_every_format(tmp_path, monkeypatch):
     """The clock itself, on sizes that take no time."""
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 12)
-    monkeypatch.setitem(timing._LEAST_SECONDS, "cpu", 1e-5)
+    monkeypatch.setattr(candidates, "cache_bytes", lambda device: 1 << 12)
+    monkeypatch.setitem(candidates._LEAST_SECONDS, "cpu", 1e-5)
     out = tmp_path / "t.csv"
     formats = "mxfp8_e4m3,mxfp4,mxfp4:mxfp4,fp8_e4m3_1x128:fp8_e4m3_128x128"
     made = ["tune", "--shapes", "2x64x128", "--fmt", formats, "--out", str(out)]
     assert main([*made, "--rounds", "1"]) == 0
-    rows = table.read(out)
+    rows = tables.read(out)
     assert {(row.key.x, row.key.w) for row in rows} == {
         ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp4"), ("mxfp4", "mxfp4"),
         ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
@@ -206,7 +205,7 @@ def test_real_times_of_every_format(tmp_path, monkeypatch):
 
 def test_experts_are_tuned_by_tokens_and_top_k(tmp_path, monkeypatch, capsys):
     """Candidates of the product of routed rows; what won runs, and only at these sizes."""
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(candidates, "cache_bytes", lambda device: 1 << 10)
     given = {"cpu": 100.0, "cpu, few rows on portable_f32": 80.0}
     asked = []
 
@@ -235,11 +234,11 @@ def test_experts_are_tuned_by_tokens_and_top_k(tmp_path, monkeypatch, capsys):
 
 
 def test_sets_of_weights_lie_beyond_the_caches(monkeypatch):
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 32 << 20)
+    monkeypatch.setattr(candidates, "cache_bytes", lambda device: 32 << 20)
     device = torch.device("cpu")
-    assert timing.sets_for(16 << 20, device) == 4 and timing.sets_for(1 << 30, device) == 2
+    assert candidates.sets_for(16 << 20, device) == 4 and candidates.sets_for(1 << 30, device) == 2
     monkeypatch.undo()
-    assert timing.cache_bytes(device) >= 1 << 18
+    assert candidates.cache_bytes(device) >= 1 << 18
 
 
 def test_models_have_the_sizes_of_their_projections(tmp_path):
@@ -333,7 +332,7 @@ def test_nobody_reads_on():
 @pytest.mark.parametrize("w", ["mxfp8_e4m3", "mxfp4"])
 def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
     """On a stand-in for its native module: who competes, and that each one's call is made."""
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(candidates, "cache_bytes", lambda device: 1 << 10)
     asked = []
     with as_on_hopper.hopper() as patch:
         gemm = fake_sm90.gemm
@@ -423,7 +422,7 @@ def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatc
              "one_call, slowly": 95.0, "steps": 60.0}  # fmt: skip
     command = ["tune", "--shapes", f"{SHAPE},8x64x96", "--fmt", "mxfp8_e4m3", "--any-bits"]
     main([*command, "--out", str(out)])
-    rows = {(row.key.operation, row.key.m): row for row in table.read(out)}
+    rows = {(row.key.operation, row.key.m): row for row in tables.read(out)}
     assert {key: row.choice() for key, row in rows.items()} == {
         ("frozen_layer", 4): "steps", ("gemm", 4): "portable_f32", ("gemm", 8): "portable_f32",
     }  # fmt: skip

@@ -15,16 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from te_mx import formats, layouts
-from te_mx.backends.reference import torch_gemm
-from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
-from te_mx.dispatch.fused import ACTIVATIONS, Activation, ActStep, Norm, NormStep, Target
-from te_mx.dispatch.grouped_calls import (
+from te_mx.backends.reference import gemm as torch_gemm
+from te_mx.dispatch.calls import (
+    Epilogue,
     GroupedK,
     GroupedRows,
     Groups,
+    Mode,
+    Product,
+    Quantize,
     QuantizeGroups,
     QuantizeWeights,
 )
+from te_mx.dispatch.fused import ACTIVATIONS, Activation, ActStep, Norm, NormStep, Target
 from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing

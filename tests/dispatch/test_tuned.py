@@ -17,8 +17,8 @@ from te_mx.backends.device_names import short_name
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem, place_of
-from te_mx.dispatch.tuned import table, tables
-from te_mx.dispatch.tuned.table import DEFAULT, Key, Row
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.tables import DEFAULT, Key, Row
 from te_mx.runtime.ran import LAST_RUN
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def row(m=4, use="portable_f32", how="", device="cpu_portable", n=N, k=K, op="ge
 
 
 def written(path, *rows):
-    table.write(path, rows, ["of a test"])
+    tables.write(path, rows, ["of a test"])
     return path
 
 
@@ -142,7 +142,7 @@ def test_a_layer_in_one_call_runs_in_steps_where_they_are_faster(portable, tmp_p
     with torch.no_grad(), te_mx.autocast():
         before = layer(x)
         assert registry.find(problem) is not None
-        rows = row(4, table.STEPS, op="linear_infer"), row(4, table.STEPS)
+        rows = row(4, tables.STEPS, op="linear_infer"), row(4, tables.STEPS)
         te_mx.use_tuned_table(written(tmp_path / "mine.csv", *rows))
         assert registry.find(problem) is None
         assert registry.find(problem._replace(m=5)) is not None
@@ -247,8 +247,8 @@ def test_choices_by_size_are_few(portable, tmp_path):
 
 def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
     """The kernel of a row runs as the row says, where the epilogue and the call allow it."""
+    from te_mx.backends.sm90 import gemm, split_k
     from te_mx.backends.sm90 import gemm as sm90
-    from te_mx.backends.sm90 import split_k, ways
 
     adaptive = next(one for one in all_kernels.kernels("gemm") if one.name == "sm90_adaptive")
     problem = Problem("gemm", Place("cuda", 0), "mxfp8_e4m3@any", "mxfp8_e4m3@any", 4, N, 512)
@@ -256,7 +256,7 @@ def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
     assert tiles == ("tile 192x128", "tile 256x128", "tile 128x128", "tile 64x128")
     cut = adaptive.configurations(problem._replace(split_k=True))
     assert cut == (*tiles, "parts 2", "parts 3", "parts 4")  # 512 are four steps of k
-    assert ways.way_of("tile 64x128") == (3, True, 1)
+    assert gemm.way_of("tile 64x128") == (3, True, 1)
 
     calls = []
     monkeypatch.setattr(split_k, "parts", lambda *sizes: 7)
@@ -298,7 +298,7 @@ def test_rows_that_never_apply_are_named(portable, tmp_path, monkeypatch):
 def test_files_keep_their_rows_and_refuse_others(tmp_path):
     rows = [row(4), row(1, DEFAULT), row(16, "sm90_adaptive", "parts 4", "h200", 6144, 2048)]
     path = written(tmp_path / "deep" / "mine.csv", *rows)
-    assert table.read(path) == sorted(rows) and table.remarks_of(path) == ["of a test"]
+    assert tables.read(path) == sorted(rows) and tables.remarks_of(path) == ["of a test"]
     assert [p.name for p in path.parent.iterdir()] == ["mine.csv"]  # no half-written file
     text = path.read_text()
     for old, new, why in (

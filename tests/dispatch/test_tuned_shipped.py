@@ -8,13 +8,12 @@ import torch
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
-from te_mx.commands.candidates import keeps_bits
-from te_mx.commands.shapes import TOKENS, of_models
+from te_mx.commands.candidates import TOKENS, keeps_bits, of_models
 from te_mx.commands.tune import SAME_BITS, recipe_of
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch.problem import Place, Problem, place_of
-from te_mx.dispatch.tuned import table, tables
-from te_mx.dispatch.tuned.table import DEFAULT
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.tables import DEFAULT
 
 NAMES = ("cpu_amx", "h200")
 MODELS = ("llama3_8b", "llama3_70b", "moe_6144", "moe_6144_experts")
@@ -54,9 +53,9 @@ def test_rows_are_in_order_and_change_no_bits(name):
     """Each names an op, formats and a kernel of this te_mx; one that is not the default takes the
     problem, and adds up as the default does."""
     path = tables.FOLDER / f"{name}.csv"
-    assert path.stat().st_size < MOST_BYTES and SAME_BITS in table.remarks_of(path)
+    assert path.stat().st_size < MOST_BYTES and SAME_BITS in tables.remarks_of(path)
     place = place_of(torch.device("cpu"))
-    for one in table.read(path):
+    for one in tables.read(path):
         kernels = {kernel.name: kernel for kernel in all_kernels.kernels(one.key.operation)}
         assert one.key.device == path.stem and one.default in kernels
         assert {one.key.x, one.key.w} <= set(te_mx.formats.names())
@@ -69,7 +68,7 @@ def test_rows_are_in_order_and_change_no_bits(name):
 
 def test_every_projection_of_the_models_has_rows(name):
     """In both formats; explain names the table."""
-    keys = {row.key[1:] for row in table.read(tables.FOLDER / f"{name}.csv")}
+    keys = {row.key[1:] for row in tables.read(tables.FOLDER / f"{name}.csv")}
     for w in ("mxfp8_e4m3", "mxfp4"):
         for m, n, k, _, experts, top_k in of_models(MODELS, TOKENS):
             op = "moe_gemm" if experts else "gemm"
@@ -83,7 +82,7 @@ def test_every_projection_of_the_models_has_rows(name):
 
 
 def test_rows_with_another_choice_are_followed(name):
-    chosen = [row for row in table.read(tables.FOLDER / f"{name}.csv") if row.use != DEFAULT]
+    chosen = [row for row in tables.read(tables.FOLDER / f"{name}.csv") if row.use != DEFAULT]
     for row in chosen:
         assert row.key.operation == "gemm"
         said = te_mx.explain(m=row.key.n, n=row.key.m, k=row.key.k, recipe=recipe_of(row.key.w))

@@ -7,7 +7,7 @@ from as_on_hopper import hopper
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.distributed.shard_codes import Model, ShardCodes, restored
+from te_mx.distributed.fsdp import Model, ShardCodes, restored
 
 BF16 = torch.bfloat16
 SETTINGS = te_mx.recipe.MXFP8BlockScaling().settings

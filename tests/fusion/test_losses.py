@@ -8,17 +8,17 @@ from hf_models import model_of
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import te_mx
-from te_mx.fusion import losses
-from te_mx.fusion.losses import causal_lm_loss
+from te_mx.fusion import in_place
+from te_mx.fusion.in_place import causal_lm_loss
 
 
 @pytest.mark.parametrize("words", [1003, 32000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(100)}, {"other": 1}])
 def test_bits_of_the_library(words, dtype, more, monkeypatch):
-    monkeypatch.setattr(losses, "_PART", 16 * words)
-    parts, run = [], losses.loss_in_parts
-    monkeypatch.setattr(losses, "loss_in_parts", lambda *args: parts.append(args) or run(*args))
+    monkeypatch.setattr(in_place, "_PART", 16 * words)
+    parts, run = [], in_place.loss_in_parts
+    monkeypatch.setattr(in_place, "loss_in_parts", lambda *args: parts.append(args) or run(*args))
     torch.manual_seed(0)
     logits = (4 * torch.randn(2, 41, words)).to(dtype)
     labels = torch.randint(words, (2, 41))

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import te_mx
-from te_mx.fusion.tables import StoredTables
+from te_mx.fusion.in_place import StoredTables
 
 STORED = torch.ops.te_mx.stored.default
 

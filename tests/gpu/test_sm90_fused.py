@@ -11,8 +11,9 @@ from te_mx._ops import quantized
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx._ops.grouped_fused import act_quantize_grouped
 from te_mx._ops.grouped_quantize import quantize_grouped
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.dispatch import registry
+from te_mx.dispatch.calls import ActGroups, Groups
 from te_mx.dispatch.fused import (
     ACTIVATIONS,
     NORMS,
@@ -22,7 +23,6 @@ from te_mx.dispatch.fused import (
     NormStep,
     Target,
 )
-from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.nn import activations
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -102,7 +102,7 @@ def norm_case(kind, shape, dtype, seed=1):
 @pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
 def test_normalization_is_the_reference(kind, shape, dtypes):
     call = norm_case(kind, shape, dtypes[0])
-    mean, rstd, z = fused_math.normalize(*call, dtypes[1])
+    mean, rstd, z = fused.normalize(*call, dtypes[1])
     for i, target in enumerate(TARGETS):
         for keep in (False, True) if i == 0 else (i % 2 == 1,):
             got = normalize(*call, dtypes[1], target, keep)
@@ -116,11 +116,11 @@ def test_normalization_is_the_reference(kind, shape, dtypes):
 @pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
 def test_gradients_of_normalization(kind, shape, dtypes):
     x, weight, _, norm = norm_case(kind, shape, dtypes[0])
-    mean, rstd, _ = fused_math.normalize(x, weight, None, norm, F32)
+    mean, rstd, _ = fused.normalize(x, weight, None, norm, F32)
     dz = randn(*shape, dtype=dtypes[1], seed=4)
     call = (dz, x, weight, mean, rstd, dtypes[0])
     dx, dweight, dbias = norm_backward_2d(*call)
-    same(dx, fused_math.normalize_backward(*call)[0])
+    same(dx, fused.normalize_backward(*call)[0])
     center = 0 if mean is None else mean[:, None]
     h = ((x.float() - center) * rstd[:, None]).double()
     for got, terms in ((dweight, dz.double() * h), (dbias, dz.double())):
@@ -140,9 +140,9 @@ def test_gradients_of_rows_kept_in_shared_memory(kind, shape):
     rows, cols = shape
     x, dz = ((randn(rows, cols + 64, seed=i) + 0.5)[:, 8 : cols + 8] for i in (1, 2))
     weight, norm = randn(cols, dtype=F32, seed=3), Norm(kind, 1e-5)
-    mean, rstd, _ = fused_math.normalize(x, weight, None, norm, F32)
+    mean, rstd, _ = fused.normalize(x, weight, None, norm, F32)
     call = (dz, x, weight, mean, rstd, BF16)
-    expected = fused_math.normalize_backward(*call)[0]
+    expected = fused.normalize_backward(*call)[0]
     h = ((x.float() - (0 if mean is None else mean[:, None])) * rstd[:, None]).double()
     made = [norm_backward_2d(*call) for _ in range(3)]
     for dx, dweight, dbias in made:
@@ -152,15 +152,15 @@ def test_gradients_of_rows_kept_in_shared_memory(kind, shape):
             assert ((got.double() - terms.sum(0)).abs() <= bound).all()
         same(dweight, made[0][1]), same(dbias, made[0][2])
     x[3, 5] = torch.nan  # stays in its row
-    same(norm_backward_2d(*call)[0], fused_math.normalize_backward(*call)[0])
+    same(norm_backward_2d(*call)[0], fused.normalize_backward(*call)[0])
 
 
 @pytest.mark.parametrize("shape", [(2100, 9000), (3000, 136)])
 def test_normalization_in_many_bands(shape):
     x, weight, bias, norm = norm_case("LayerNorm", shape, BF16)
-    expected = fused_math.normalize(x, weight, bias, norm, BF16)
+    expected = fused.normalize(x, weight, bias, norm, BF16)
     back = x, x, weight, *expected[:2], BF16
-    dx = fused_math.normalize_backward(*back)[0]
+    dx = fused.normalize_backward(*back)[0]
     for _ in range(3):
         got = normalize(x, weight, bias, norm, BF16, TARGETS[0])
         same(got.z, expected[2])
@@ -175,10 +175,10 @@ def test_normalization_of_rows_apart():
         w = weight.repeat(3)[: part.shape[1]]
         norm = Norm("LayerNorm", 1e-5)
         got = normalize(part, w, w, norm, BF16, TARGETS[0])
-        same(got.z, fused_math.normalize(part, w, w, norm, BF16)[2])
+        same(got.z, fused.normalize(part, w, w, norm, BF16)[2])
         same_parts(got.quantized, got.z, TARGETS[0])
         back = (part, part, w, got.mean, got.rstd, BF16)
-        same(norm_backward_2d(*back)[0], fused_math.normalize_backward(*back)[0])
+        same(norm_backward_2d(*back)[0], fused.normalize_backward(*back)[0])
 
 
 def test_weights_that_lie_anywhere():
@@ -186,10 +186,10 @@ def test_weights_that_lie_anywhere():
     for offset in (0, 1, 2):
         weight, bias = (randn(2, 652, dtype=F32, seed=offset)[i, offset:][:648] for i in (0, 1))
         norm = Norm("LayerNorm", 1e-5)
-        mean, rstd, z = fused_math.normalize(x, weight, bias, norm, BF16)
+        mean, rstd, z = fused.normalize(x, weight, bias, norm, BF16)
         same(normalize(x, weight, bias, norm, BF16, TARGETS[0]).z, z)
         back = (x, x, weight, mean, rstd, BF16)
-        same(norm_backward_2d(*back)[0], fused_math.normalize_backward(*back)[0])
+        same(norm_backward_2d(*back)[0], fused.normalize_backward(*back)[0])
 
 
 def test_normalization_in_a_graph_starts_afresh():
@@ -208,9 +208,9 @@ def test_normalization_in_a_graph_starts_afresh():
     for seed in (5, 6):
         x.copy_(randn(*x.shape, seed=seed))
         graph.replay()
-        expected = fused_math.normalize(*call, BF16)
+        expected = fused.normalize(*call, BF16)
         same(made.z, expected[2])
-        same(grads[0], fused_math.normalize_backward(x, x, weight, *expected[:2], BF16)[0])
+        same(grads[0], fused.normalize_backward(x, x, weight, *expected[:2], BF16)[0])
     assert norm.eps == 1e-5
 
 
@@ -371,11 +371,11 @@ def test_more_than_two_to_the_31_elements():
     same(made.col.scales[-1:], last.col.scales[-1:])
     norm, weight = Norm("RMSNorm", 1e-5), torch.ones(2 * cols, device="cuda")
     got = normalize(h, weight, None, norm, BF16, target)
-    expected = fused_math.normalize(h[part], weight, None, norm, BF16)
+    expected = fused.normalize(h[part], weight, None, norm, BF16)
     same(got.rstd[part], expected[1]), same(got.z[part], expected[2])
     dx = norm_backward_2d(h, h, weight, None, got.rstd, BF16)[0][part]
     args = h[part], h[part], weight, None, got.rstd[part], BF16
-    same(dx, fused_math.normalize_backward(*args)[0])
+    same(dx, fused.normalize_backward(*args)[0])
 
 
 def test_the_native_code_runs():

@@ -9,7 +9,7 @@ from test_layernorm_linear import RECIPES
 
 import te_mx
 from te_mx._ops.fused import norm_quantize_2d
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Norm, NormStep, Target
 
 BF16 = torch.bfloat16
@@ -61,7 +61,7 @@ def test_gelu_inside_the_gemms(shape, activation):
 def test_normalization_has_the_bits_of_the_cpu(kind):
     x, weight, norm = torch.randn(77, 300, dtype=BF16), torch.randn(300), Norm(kind, 1e-5)
     target = Target("mxfp8_e4m3@rows", "mxfp8_e4m3@rows", "rceil")
-    mean, rstd, z = fused_math.normalize(x, weight, None, norm, BF16)
+    mean, rstd, z = fused.normalize(x, weight, None, norm, BF16)
     made = norm_quantize_2d(NormStep(x.cuda(), weight.cuda(), None, norm, BF16, True, target))
     assert torch.equal(made.rstd.cpu(), rstd) and torch.equal(made.z.cpu(), z)
     assert (mean is None) or torch.equal(made.mean.cpu(), mean)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_mx._ops.fused import norm_rows
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.dispatch.fused import NORMS, Norm, NormRows
 
 pytestmark = pytest.mark.usefixtures("poisoned", "direct")
@@ -27,7 +27,7 @@ def test_bits_of_the_cpu(kind, cols):
         zero_centered, to = number % 4 == 3, DTYPES[(number + 1) % 3]
         factors = weight.float() + 1 if zero_centered else weight.float()
         added = None if bias is None else bias.float()
-        expected = fused_math.normalize(x, factors, added, norm, to)[2]
+        expected = fused.normalize(x, factors, added, norm, to)[2]
         there = [None if t is None else t.cuda() for t in (x, weight, bias)]
         wide = torch.full((rows, cols + 3), torch.nan, dtype=dtype, device="cuda")
         wide[:, :cols] = there[0]
@@ -42,7 +42,7 @@ def test_rows_by_themselves_and_those_that_are_no_numbers():
     x[3, 4000], x[5, 0], x[9] = torch.nan, torch.inf, 0
     weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     z = norm_rows(NormRows(x, weight, None, norm, False, x.dtype))
-    expected = fused_math.normalize(x.cpu(), weight.float().cpu(), None, norm, x.dtype)[2]
+    expected = fused.normalize(x.cpu(), weight.float().cpu(), None, norm, x.dtype)[2]
     assert torch.equal(z.cpu().nan_to_num(7), expected.nan_to_num(7))
     for i in (0, 3, 9, 63):
         one = norm_rows(NormRows(x[i : i + 1], weight, None, norm, False, x.dtype))

@@ -8,15 +8,13 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.commands import timing
-from te_mx.commands.candidates import Contest, Layers, candidates_of, leave
+from te_mx.commands import candidates
+from te_mx.commands.candidates import Contest, Layers, Shape, candidates_of, leave
 from te_mx.commands.main import main
-from te_mx.commands.shapes import Shape
 from te_mx.commands.tune import recipe_of
 from te_mx.dispatch.problem import place_of
-from te_mx.dispatch.tuned import table, tables
-from te_mx.dispatch.tuned.table import DEFAULT, Row
-from te_mx.dispatch.tuned.tables import key_of
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.tables import DEFAULT, Row, key_of
 
 CUDA = torch.device("cuda", 0)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -61,13 +59,13 @@ def test_the_tuner_writes_a_table_that_is_followed(tmp_path, monkeypatch):
     out = tmp_path / "t.csv"
     command = ["tune", "--device", "cuda", "--shapes", "1x512x1024,16x512x1024", "--rounds", "3"]
     assert main([*command, "--out", str(out)]) == 0
-    everything = table.read(out)
+    everything = tables.read(out)
     assert {row.key.device for row in everything} == {tables.device_name(place_of(CUDA))}
     rows = [row for row in everything if row.key.operation == "gemm"]
     assert len(rows) == 4 and all(0.5 < row.us < 1000 for row in rows)
     monkeypatch.delenv(tables.VARIABLE)
     forced = [Row(row.key, "sm90_adaptive", "tile 128x128", *row[3:]) for row in rows]
-    table.write(out, forced)
+    tables.write(out, forced)
     te_mx.use_tuned_table(out)
     found = te_mx.explain(m=512, n=16, k=1024, device="cuda")
     assert found.tuned.endswith("configuration tile 128x128")
@@ -76,7 +74,7 @@ def test_the_tuner_writes_a_table_that_is_followed(tmp_path, monkeypatch):
     x = torch.randn(16, 1024, dtype=torch.bfloat16, device=CUDA)
     with torch.no_grad(), te_mx.autocast():
         tuned = layer(x)
-        table.write(out, [row._replace(use=DEFAULT, configuration="") for row in forced])
+        tables.write(out, [row._replace(use=DEFAULT, configuration="") for row in forced])
         te_mx.use_tuned_table(None)
         torch.testing.assert_close(layer(x), tuned)
 
@@ -84,11 +82,11 @@ def test_the_tuner_writes_a_table_that_is_followed(tmp_path, monkeypatch):
 def test_times_are_those_of_weights_from_memory():
     """A large copy in a graph takes what the memory allows."""
     size = 64 << 20
-    sets = timing.sets_for(size, CUDA)
+    sets = candidates.sets_for(size, CUDA)
     sources = [torch.empty(size, dtype=torch.uint8, device=CUDA) for _ in range(sets)]
     target = torch.empty_like(sources[0])
-    trial = timing.Trial(lambda: None, lambda i: target.copy_(sources[i]))
-    us = timing.microseconds({"copy": trial}, sets, CUDA, 3)["copy"]
+    trial = candidates.Trial(lambda: None, lambda i: target.copy_(sources[i]))
+    us = candidates.microseconds({"copy": trial}, sets, CUDA, 3)["copy"]
     assert 2 * size / us / 1e3 < 6000  # GB/s: above it a cache would have answered
 
 

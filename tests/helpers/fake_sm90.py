@@ -24,7 +24,7 @@ from torch import Tensor
 
 from te_mx.backends import base
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.calls import Epilogue, Quantize
@@ -375,10 +375,10 @@ def _in_fp32(address: int, size: int, dtype: int) -> Tensor | None:
 
 def normalize(args) -> int:
     rows, cols = args.x_rows, args.x_cols
-    assert args.inverse == fused_math.inverse(cols)
+    assert args.inverse == fused.inverse(cols)
     at(args.counters, (4 * -(-rows // 128),)).fill_(0xFF)
     kind = Norm("RMSNorm" if args.rms else "LayerNorm", args.eps)
-    mean, rstd, z = fused_math.normalize(
+    mean, rstd, z = fused.normalize(
         read_matrix(args.x), _in_fp32(args.weight, cols, args.weight_dtype),
         _in_fp32(args.bias, cols, args.weight_dtype), kind, _DTYPES[args.z_dtype],
     )  # fmt: skip
@@ -396,7 +396,7 @@ def norm_partial_sums(rows) -> int:
 
 def normalize_backward(args) -> int:
     rows, cols = args.x_rows, args.x_cols
-    assert args.inverse == fused_math.inverse(cols) and args.rms == (args.mean == 0)
+    assert args.inverse == fused.inverse(cols) and args.rms == (args.mean == 0)
     assert (args.dz_rows, args.dz_cols) == (rows, cols)
     assert args.dz_dtype == args.x_dtype or args.x_dtype == FLOAT_DTYPES[torch.float32]
     dtype = _DTYPES[args.weight_dtype]
@@ -407,7 +407,7 @@ def normalize_backward(args) -> int:
         (args.counters, -(-rows // 128)),
     ):
         _vector(place, size).fill_(torch.nan)
-    made = fused_math.normalize_backward(
+    made = fused.normalize_backward(
         read_matrix(args.dz), read_matrix(args.x), _in_fp32(args.weight, cols, args.weight_dtype),
         _vector(args.mean, rows), _vector(args.rstd, rows), _DTYPES[args.dx_dtype],
     )  # fmt: skip
@@ -435,9 +435,9 @@ def activated(args) -> Tensor:
     if args.grad_data:
         assert args.grad_dtype == args.out_dtype
         grad = read_matrix(args.grad)
-        result = fused_math.activate_backward(grad, values, made_by, dtype)
+        result = fused.activate_backward(grad, values, made_by, dtype)
     else:
-        result = fused_math.activate(values, made_by, dtype)
+        result = fused.activate(values, made_by, dtype)
     if args.out:
         at(args.out, result.shape, dtype).copy_(result)
     return result

@@ -7,7 +7,7 @@ import copy
 import torch
 
 from te_mx import formats
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.backends.sm90.layouts import SM90_FACTORS
 from te_mx.dispatch.fused import Activation
 from te_mx.layouts import ROWS, aligning
@@ -80,7 +80,7 @@ def decode(a: DecodeArgs) -> int:
             return 2
         gate = at(a.gate, ((a.m - 1) * a.ldgate + a.k,), x.dtype)
         gate = gate.as_strided((a.m, a.k), (a.ldgate, 1))
-        x = fused_math.activate(torch.cat((x, gate), 1), Activation(GATED[ACTS[a.x_act]]), x.dtype)
+        x = fused.activate(torch.cat((x, gate), 1), Activation(GATED[ACTS[a.x_act]]), x.dtype)
         GATES.append(ACTS[a.x_act])
     names = FACTORS if a.factors else NAMES
     x_fmt, w_fmt = formats.get(names[a.x_element]), formats.get(names[a.w_element])
@@ -105,7 +105,7 @@ def decode(a: DecodeArgs) -> int:
         if a.bias:
             sums += at(a.bias, (len(bounds), a.n), _DTYPES[a.bias_dtype])[i]
         if a.activates:
-            sums = fused_math.activate(sums.float(), Activation(ACTS[a.act]), torch.float32)
+            sums = fused.activate(sums.float(), Activation(ACTS[a.act]), torch.float32)
         out[first:last] = sums
     CALLS.append((a.m, a.n, a.k))
     EXACT.append(a.exact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.dispatch.fused import Norm
 
 CALLS: list[torch.Size] = []  # shapes of x of the calls
@@ -24,11 +24,11 @@ def normalize_rows(args) -> int:
 
     x = read_matrix(args.x)
     cols, dtype = x.shape[1], _DTYPES[args.weight_dtype]
-    assert args.inverse == fused_math.inverse(cols)
+    assert args.inverse == fused.inverse(cols)
     weight = at(args.weight, (cols,), dtype).float() + args.zero_centered
     bias = at(args.bias, (cols,), dtype).float() if args.bias else None
     kind = Norm("RMSNorm" if args.rms else "LayerNorm", args.eps)
-    z = fused_math.normalize(x, weight, bias, kind, _DTYPES[args.z_dtype])[2]
+    z = fused.normalize(x, weight, bias, kind, _DTYPES[args.z_dtype])[2]
     at(args.z, z.shape, z.dtype).copy_(z)
     CALLS.append(x.shape)
     return 0

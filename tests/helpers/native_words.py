@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.gemm import Products
-from te_mx.backends.reference import torch_gemm
+from te_mx.backends.reference import gemm as torch_gemm
 from te_mx.backends.reference.quantize import quantize as quantize_house
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
 from te_mx.dispatch.problem import Place, Problem

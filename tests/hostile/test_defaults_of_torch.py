@@ -15,9 +15,10 @@ from torch import Tensor
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.backends.reference import grouped_math, torch_gemm
+from te_mx.backends.reference import gemm
+from te_mx.backends.reference import grouped as grouped_reference
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.dispatch.calls import Groups, QuantizeGroups
 from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = [
@@ -143,8 +144,8 @@ def test_what_runs_in_plain_torch(default: str):
         sm90_tiles.code_values.cache_clear()
         rows, grouped, packed = (f"mxfp8_e5m2@{lie}" for lie in ("rows", "grouped_cols", "sm90:8"))
         tokens = QuantizeGroups(x, Groups(ends), rows, grouped, "rceil", True)
-        made = grouped_math.quantize(tokens, starts, ends)
-        product = torch_gemm.relative_matmul(made.row, made.row)
+        made = grouped_reference.quantize(tokens, starts, ends)
+        product = gemm.relative_matmul(made.row, made.row)
         row, col, _ = ops.quantize_2d(x, packed, packed)
         found = [*made.row[:2], *made.col[:2], made.col_sum, product, *row[:2], *col[:2]]
         small, odd = (

@@ -16,8 +16,8 @@ from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx._ops.grouped_fused import act_quantize_grouped
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
+from te_mx.dispatch.calls import ActGroups, Groups
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-from te_mx.dispatch.grouped_calls import ActGroups, Groups
 from te_mx.recipe import MXFP8BlockScaling
 
 FAMILIES = {

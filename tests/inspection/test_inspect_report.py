@@ -12,7 +12,7 @@ from torch import nn
 
 import te_mx
 from te_mx.inspection import Reading
-from te_mx.inspection.figure import in_lines
+from te_mx.inspection.report import in_lines
 
 
 def made(layers=4, **how):

@@ -20,9 +20,9 @@ from te_mx._ops import grouped_quantize
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.backends.cpu import grouped as cpu_grouped
+from te_mx.backends.reference import grouped
 from te_mx.backends.reference import grouped as reference_grouped
-from te_mx.backends.reference import grouped_math
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.dispatch.calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # NVFP4 on the CPU
@@ -55,7 +55,7 @@ def test_quantize_without_looking(
     x = tensor(kind, rows, cols, seed, dtype)
     specs = f"mxfp8_{fmt}@rows", f"mxfp8_{fmt}@grouped_cols"
     tokens = QuantizeGroups(x, groups, *specs, rule, True)
-    made = grouped_math.quantize(tokens, *device_bounds(*groups, rows))
+    made = grouped.quantize(tokens, *device_bounds(*groups, rows))
     expected = quantize_grouped(x, groups, *specs, rule=rule, col_sum=True)
     for got, wanted in zip(made[:2], expected[:2], strict=True):
         assert got[2:] == wanted[2:]
@@ -78,7 +78,7 @@ def test_random_bits_and_transforms_without_looking(
     x, drawn = tensor(kind, rows, cols, seed, torch.float32), torch.tensor([seed])
     specs = "mxfp4@rows", f"mxfp4+rht{size}:0x5b39a1c6@grouped_cols"
     tokens = QuantizeGroups(x, groups, *specs, "rceil+sr", False, drawn)
-    made = grouped_math.quantize(tokens, *device_bounds(*groups, rows))
+    made = grouped.quantize(tokens, *device_bounds(*groups, rows))
     expected = quantize_grouped(x, groups, *specs, rule="rceil+sr", seed=drawn)
     for got, wanted in zip(made[:2], expected[:2], strict=True):
         equal(got.codes, wanted.codes)

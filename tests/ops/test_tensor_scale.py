@@ -11,9 +11,8 @@ from te_mx._ops import Epilogue, Stack
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
 from te_mx._ops.moe import moe_gemm
-from te_mx.backends.reference import grouped_math
-from te_mx.dispatch.calls import Mode
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.backends.reference import grouped
+from te_mx.dispatch.calls import Groups, Mode, QuantizeGroups
 from te_mx.dispatch.groups import device_bounds
 from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.moe import RoutedGemm, Routing
@@ -114,7 +113,7 @@ def test_groups(row, capacity):
     for rule, seed in (("te", None), ("te+sr", torch.tensor([3]))):
         q = quantize_grouped(x, groups, row, col, rule=rule, seed=seed)
         what = QuantizeGroups(x, groups, row, col, rule, False, seed)
-        there = grouped_math.quantize(what, *device_bounds(offs, capacity, 130))
+        there = grouped.quantize(what, *device_bounds(offs, capacity, 130))
         for one, other in ((q.row, there.row), (q.col, there.col)):
             assert all(torch.equal(s, t) for s, t in zip(one[:2], other[:2], strict=True))
             assert torch.equal(one.tensor_scale, other.tensor_scale)
@@ -129,8 +128,8 @@ def test_groups(row, capacity):
     dw = gemm_k(q_g, q.col, groups, out_dtype=F32)
     bounds = device_bounds(offs, capacity, 130)
     same, same_dw = torch.empty_like(y), torch.empty_like(dw)
-    grouped_math.gemm_rows(q.row, w, *bounds, None, same)
-    grouped_math.gemm_k(q_g, q.col, *bounds, same_dw, False)
+    grouped.gemm_rows(q.row, w, *bounds, None, same)
+    grouped.gemm_k(q_g, q.col, *bounds, same_dw, False)
     assert torch.equal(same, y) and torch.equal(same_dw, dw)
     for i, (start, end) in enumerate(zip(*(b.tolist() for b in bounds), strict=True)):
         own = ops.quantize_2d(x[start:end], row, f"{RHT}@cols", rule="te")

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import te_mx
-from te_mx.distributed import ModuleParallel, quantized_all_gather, shard_codes
+from te_mx.distributed import ModuleParallel, fsdp, quantized_all_gather
 
 
 @contextlib.contextmanager
@@ -104,7 +104,7 @@ def written(layer, shard):
 def case_codes_of_a_step_are_made_once():
     """The first gather of a forward pass quantizes all weights of a model, and backward gathers the
     same codes; nothing outlives the step, and nothing that was written meanwhile is sent."""
-    made, plain, plain_call = [], shard_codes.rows_2d, shard_codes.rows_call
+    made, plain, plain_call = [], fsdp.rows_2d, fsdp.rows_call
 
     def quantize(values, *args, **kwargs):
         made.append(tuple(values.shape))
@@ -134,7 +134,7 @@ def case_codes_of_a_step_are_made_once():
         fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
     shards = [layer.weight._local_tensor for layer in model]
     assert quantized_all_gather(model) == 3
-    shard_codes.rows_2d, shard_codes.rows_call = quantize, call_of
+    fsdp.rows_2d, fsdp.rows_call = quantize, call_of
     try:
         assert passed(model) == passed(model) == (3, 3)
         known = [s.fsdp_pre_all_gather.__closure__[0].cell_contents for s in shards]
@@ -147,7 +147,7 @@ def case_codes_of_a_step_are_made_once():
         shards[1].data.mul_(2)  # which no version shows: every forward pass makes its own
         assert passed(model) == (3, 3)
     finally:
-        shard_codes.rows_2d, shard_codes.rows_call = plain, plain_call
+        fsdp.rows_2d, fsdp.rows_call = plain, plain_call
 
 
 def case_what_stands_for_a_weight_is_made_once():

@@ -1,5 +1,5 @@
-"""The nodes between DTensors and what a rank has (te_mx/distributed/nodes.py) against torch's: the
-same bits.
+"""The nodes between DTensors and what a rank has (te_mx/distributed/collectives.py) against
+torch's: the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import te_mx
-from te_mx.distributed import ModuleParallel, nodes
+from te_mx.distributed import ModuleParallel, collectives
 
 GIVEN = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
@@ -29,11 +29,11 @@ GIVEN = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Repl
 @contextlib.contextmanager
 def as_torch():
     """With torch's nodes."""
-    plain, nodes.dispatch_modes = nodes.dispatch_modes, lambda: 1
+    plain, collectives.dispatch_modes = collectives.dispatch_modes, lambda: 1
     try:
         yield
     finally:
-        nodes.dispatch_modes = plain
+        collectives.dispatch_modes = plain
 
 
 class Mixed(nn.Module):
@@ -207,7 +207,7 @@ def case_a_mesh_of_other_ranks():
     """What is known of a mesh is not taken for another one's that equals it."""
     one, other = mesh(), mesh()
     y = torch.ones(2, 3, device=DEVICE, requires_grad=True)
-    made = [nodes._kind(m, (Replicate(),), torch.Size((2, 3)), y) for m in (one, other)]
+    made = [collectives._kind(m, (Replicate(),), torch.Size((2, 3)), y) for m in (one, other)]
     assert made[0].mesh is one and made[1].mesh is other
-    found = nodes.spread(y * 2, other, [Shard(0)], torch.Size((4, 3)))
+    found = collectives.spread(y * 2, other, [Shard(0)], torch.Size((4, 3)))
     assert found.device_mesh is other and found.full_tensor().shape == (4, 3)

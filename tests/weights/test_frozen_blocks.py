@@ -14,7 +14,7 @@ from mlp_blocks import Gated, Joined
 from torch import nn
 
 import te_mx
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.dispatch.fused import Norm
 from te_mx.nn import activations
 from te_mx.nn.guards import FEW_ROWS, FUSED, RAN
@@ -82,7 +82,7 @@ def run(model, x):
 def by_steps(plain, x):
     """The model from its frozen layers, with what stands between them in fp32, rounded once."""
     m, norm = plain.mlp, Norm("RMSNorm", plain.norm.eps)
-    z = fused_math.normalize(x.view(-1, 64), plain.norm.weight.float(), None, norm, BF16)[2]
+    z = fused.normalize(x.view(-1, 64), plain.norm.weight.float(), None, norm, BF16)[2]
     h = run(m.gate_up_proj, z) if isinstance(m, Joined) else [
         run(layer, z) for layer in (m.gate_proj, m.up_proj)
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 import te_mx
 from te_mx import formats
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu.frozen_as_is import MOST_ROWS, stream_for
+from te_mx.backends.cpu.frozen import MOST_ROWS, stream_for
 from te_mx.formats import mxfp4_checkpoints
 from te_mx.recipe import BlockScaling
 

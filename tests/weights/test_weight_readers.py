@@ -14,7 +14,7 @@ from hf_models import model_of, tokens
 from torch import nn
 
 import te_mx
-from te_mx.weights.weight_readers import weights_read
+from te_mx.weights.missing import weights_read
 
 
 class Reader(nn.Module):

@@ -1,5 +1,5 @@
 // Activations and their derivatives, one element at a time in fp32; the formulas are those of
-// te_mx/backends/reference/fused_math.py.
+// te_mx/backends/reference/fused.py.
 //
 // NOTE: every operation is spelled out, so that a value has the same bits in whichever kernel it is
 // computed: nothing is left to contract.

@@ -9,10 +9,10 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not, why_not_empty
+from te_mx.backends.cpu.binding import why_not, why_not_empty
 from te_mx.backends.cpu.quantize import set_outputs
 from te_mx.backends.native import BLOCKWISE, MX, fields_to, is_native
-from te_mx.backends.reference.fused_math import inverse
+from te_mx.backends.reference.fused import inverse
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormStep, Target
 from te_mx.dispatch.kernels import Kernel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, pointer, set_epilogue
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not, why_not_level
+from te_mx.backends.cpu.binding import why_not, why_not_level
 from te_mx.backends.native import MX, NVFP4, fields_of, set_tensor_scale, words_of
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel

@@ -14,8 +14,15 @@ from te_mx.backends.base import (
     typed_address,
 )
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.binding import HEADER_BYTES, KERNEL_IDS, KERNELS, ROLES, supported
-from te_mx.backends.cpu.envelope import why_not, why_not_empty
+from te_mx.backends.cpu.binding import (
+    HEADER_BYTES,
+    KERNEL_IDS,
+    KERNELS,
+    ROLES,
+    supported,
+    why_not,
+    why_not_empty,
+)
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.quantize import set_outputs, why_not_nvfp4
 from te_mx.backends.native import (
@@ -25,7 +32,7 @@ from te_mx.backends.native import (
     record_of,
     words_of,
 )
-from te_mx.dispatch.grouped_calls import (
+from te_mx.dispatch.calls import (
     GroupedK,
     GroupedRows,
     QuantizeGroups,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, format_fields
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not, why_not_level
+from te_mx.backends.cpu.binding import why_not, why_not_level
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.linear_calls import Calls, Formats, Shape, Specs, form_of
 from te_mx.backends.native import words_of

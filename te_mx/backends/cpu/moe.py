@@ -10,7 +10,7 @@ import torch
 
 from te_mx.backends.base import pointer
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not, why_not_empty
+from te_mx.backends.cpu.binding import why_not, why_not_empty
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.grouped import few_and_many, names_of
 from te_mx.backends.native import routed_record

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import TENSOR_SCALES, UPRIGHT, pointer, why_not_dtype
 from te_mx.backends.cpu import binding
-from te_mx.backends.cpu.envelope import why_not, why_not_empty
+from te_mx.backends.cpu.binding import why_not, why_not_empty
 from te_mx.backends.native import fields_of, fields_to, set_tensor_scale, words_of
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.kernels import Kernel, Plan

@@ -24,8 +24,8 @@ from te_mx.backends.sm90.grouped import (
 )
 from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles
 from te_mx.dispatch import run
+from te_mx.dispatch.calls import GroupedRows, Groups, QuantizeGroups
 from te_mx.dispatch.fused import ACT_IDS
-from te_mx.dispatch.grouped_calls import GroupedRows, Groups, QuantizeGroups
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, rows_of_expert
 from te_mx.dispatch.problem import Problem

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import matrix, pointer, why_not_dtype
 from te_mx.backends.native import FP4, MX, fields_to, is_native
-from te_mx.backends.reference.fused_math import inverse
+from te_mx.backends.reference.fused import inverse
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.binding import rows_of
 from te_mx.backends.sm90.blockwise import makes_both

@@ -3,15 +3,17 @@ bf16."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, LAYOUTS, pointer, set_epilogue
+from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4, fields_of, record_of
-from te_mx.backends.reference import torch_gemm
-from te_mx.backends.sm90 import binding, split_k, ways
+from te_mx.backends.reference import gemm
+from te_mx.backends.sm90 import binding, split_k
 from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
 from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, packed_values
@@ -24,6 +26,51 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
+
+
+# -------------------------------------------------------------------------------------------- ways
+# The ways of the adaptive GEMM of Hopper that a table may choose between: the blocks of D that it
+# computes ("tile 64x128"), or the parts that it cuts K into ("parts 4"). Without a table both
+# follow cost models (csrc/sm90/gemm/gemm_choice.cpp).
+class Way(NamedTuple):
+    """tile: a configuration of the native GEMM, -1 where it chooses. full: it has GELU, aux and
+    bias gradients too. parts: of K, 0 where the cost model chooses."""
+
+    tile: int = -1
+    full: bool = True
+    parts: int = 0
+
+
+@lru_cache(maxsize=1)
+def _tiles() -> dict[str, Way]:
+    native = cpu.native()
+    if native is None:
+        return {}
+    found = native.sm90_gemm_tiles()
+    names = (tile["name"].partition(",")[0] for tile in found)
+    return {
+        f"tile {name}": Way(i, bool(tile["full"]), 1)
+        for i, (name, tile) in enumerate(zip(names, found, strict=True))
+    }
+
+
+def configurations(k: int, split_k: bool) -> tuple[str, ...]:
+    """All of them for products over k, those in parts where K may be cut."""
+    native = cpu.native()
+    if native is None:
+        return ()
+    most = min(native.SM90_MOST_PARTS, -(-k // native.SM90_STEP_K)) if split_k else 1
+    return (*_tiles(), *(f"parts {parts}" for parts in range(2, most + 1)))
+
+
+@lru_cache(maxsize=64)
+def way_of(configuration: str) -> Way:
+    """What a configuration says; "" leaves everything to the cost models."""
+    if not configuration:
+        return Way()
+    word, _, number = configuration.partition(" ")
+    return Way(parts=int(number)) if word == "parts" else _tiles()[configuration]
+
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _TILES, _F32 = LAYOUTS["sm90"], torch.float32
@@ -212,13 +259,13 @@ class Adaptive(Kernel):
         return "; ".join((*said, "docs/numerics.md has the error"))
 
     def configurations(self, problem: Problem) -> tuple[str, ...]:
-        return ways.configurations(problem.k, problem.split_k)
+        return configurations(problem.k, problem.split_k)
 
     def parts(self, problem: Problem) -> int:
         return self._parts(problem.place.index, problem.m, problem.n, problem.k)
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
-        return ways.way_of(self.configuration).parts or split_k.parts(index, m, n, k)
+        return way_of(self.configuration).parts or split_k.parts(index, m, n, k)
 
     def sums(self, problem: Problem) -> str:
         # Not of the blocks of D. Of m: rows of a tile share exponents.
@@ -234,7 +281,7 @@ class Adaptive(Kernel):
         return run.convert(operand, f"{operand.format.name}@{self.wants(problem).row}")
 
     def make_plan(self, problem: Problem) -> Plan:
-        way = ways.way_of(self.configuration)
+        way = way_of(self.configuration)
         parts = self.parts(problem) if problem.split_k else 1
         return Products(ADAPTIVE, problem, parts, way.tile, way.full)
 
@@ -371,7 +418,7 @@ class ExactProducts:
                     return None
         sums = torch.mm(left, right, out_dtype=_F32)
         bias_grad = operand_sums(p.lhs) if epilogue.bias_grad == "operand" else None
-        return torch_gemm.finish(sums, bias_grad, epilogue, out, p.aux)
+        return gemm.finish(sums, bias_grad, epilogue, out, p.aux)
 
 
 class Exact(Kernel):

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, SCALE_RULES, pointer, typed_address
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    LAYOUTS,
+    SCALE_RULES,
+    matrix,
+    pointer,
+    typed_address,
+    why_not_dtype,
+)
+from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.native import (
     fields_of,
     fields_to,
@@ -19,7 +28,20 @@ from te_mx.backends.native import (
     record_of,
     words_of,
 )
+from te_mx.backends.reference.grouped import ActGroupsReference
 from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.blockwise import (
+    ALIGNED,
+    FORMATS,
+    LAYOUT,
+    as_factors,
+    columns_for,
+    makes_both,
+    why_not_sides,
+)
+from te_mx.backends.sm90.blockwise import (
+    NAME as OF_BLOCKS,
+)
 from te_mx.backends.sm90.envelope import (
     as_multiplied,
     not_adaptive,
@@ -28,9 +50,18 @@ from te_mx.backends.sm90.envelope import (
     why_not_second,
     why_not_weights,
 )
+from te_mx.backends.sm90.fused import makes
 from te_mx.backends.sm90.gemm import ADAPTIVE
-from te_mx.backends.sm90.quantize import sums_too, why_not_randomly
-from te_mx.dispatch.grouped_calls import (
+from te_mx.backends.sm90.layouts.factors import (
+    SM90_FACTOR_K,
+    SM90_FACTOR_ROWS,
+    SM90_FACTORS,
+    factors_of_tiles,
+)
+from te_mx.backends.sm90.quantize import HopperDequantize, sums_too, why_not_randomly
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import (
+    ActGroups,
     GroupedK,
     GroupedRows,
     Groups,
@@ -38,12 +69,13 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeWeights,
     StackedParts,
 )
+from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.groups import host_bounds, known_to_host
 from te_mx.dispatch.kernels import Kernel, Wants
-from te_mx.dispatch.problem import MOST, Problem
+from te_mx.dispatch.problem import INVARIANT, MOST, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.operand import Operand, Quantized, Stack, stacked
 
 _MOST_PLACES = 256  # te_mx/sm90.h
 
@@ -380,3 +412,283 @@ for _kernel in (
     HopperColumnsOfWeights, HopperGemmRows, HopperGemmK,
 ):  # fmt: skip
     register(_kernel())
+
+
+# ----------------------------------------------------------------------------------- grouped apart
+# Groups whose two directions are in different formats, as MXFP4BlockScaling has them: one launch
+# of the quantizer for each direction. Columns of weights of codes in another format, as dgrad of
+# frozen MXFP4 experts reads them: one launch that decodes, one that quantizes. Tokens that are
+# quantized already, as they lie by rows.
+TWO_READS = "sm90_two_reads"
+MOST_BYTES = 1 << 30  # of decoded weights at a time
+
+
+class _Apart(Kernel):
+    """Reads the matrix twice, where one read does not make both directions."""
+
+    name, rank = TWO_READS, 1
+    of: tuple[Kernel, ...]
+
+    def accepts(self, problem: Problem) -> str | None:
+        if not (problem.lhs and problem.rhs):
+            return "is for two directions"
+        for side in (problem._replace(rhs=""), problem._replace(lhs="")):
+            reasons = [kernel.accepts(side) for kernel in self.of]
+            if all(reasons):
+                return reasons[0]
+        return None
+
+
+class HopperQuantizeGroupsApart(_Apart):
+    op, of = "quantize_grouped", (HopperQuantizeGroups(), HopperRandomGroups())
+
+    def run(self, what: QuantizeGroups) -> Quantized:
+        # NOTE: a launch that transforms columns sums none, but of bfloat16; rows are as they are.
+        made = quantize_groups(what._replace(col=""))
+        return made._replace(col=quantize_groups(what._replace(row="", col_sum=False)).col)
+
+
+class HopperQuantizeWeightsApart(_Apart):
+    op, of = "quantize_weights", (HopperQuantizeWeights(),)
+
+    def run(self, what: QuantizeWeights) -> StackedParts:
+        row, _ = quantize_weights(what._replace(col=""))
+        _, col = quantize_weights(what._replace(row=""))
+        return row, col
+
+
+class HopperColumnsDecoded(Kernel):
+    """What the codes of all groups decode to, quantized along the columns; as many groups at a time
+    as MOST_BYTES of values hold."""
+
+    op, name, rank = "columns_of_weights", "sm90_decoded", 1
+
+    def accepts(self, problem: Problem) -> str | None:
+        decoded = problem._replace(op="dequantize", rhs="", dtype=_values_of(problem.lhs))
+        quantized = problem._replace(op="quantize_weights", lhs="")
+        reason = HopperDequantize().accepts(decoded) or HopperQuantizeWeights().accepts(quantized)
+        if reason is None and spec_of(problem.lhs).format.scaling.block[0] != 1:
+            reason = "takes blocks of one row"
+        return reason
+
+    def run(self, row: Stack, col: str, rule: str) -> Stack:
+        dtype = _values_of(row.spec)
+        each = row.rows * row.k * dtype.itemsize
+        step = max(1, MOST_BYTES // max(each, 1))
+        made = []
+        for first in range(0, row.groups, step):
+            codes, scales = (t[first : first + step].flatten(0, 1) for t in row[:2])
+            rows = Operand(codes, scales, row.spec, len(codes), row.k)
+            values = run.dequantize(rows, dtype)
+            weights = values.view(-1, row.rows, row.k)
+            stack = HopperQuantizeWeights().run(QuantizeWeights(weights, "", col, rule))[1]
+            assert stack is not None
+            made.append(stack)
+        if len(made) == 1:
+            return made[0]
+        return stacked([stack.group(i) for stack in made for i in range(stack.groups)])
+
+
+def _values_of(spec: str) -> torch.dtype:
+    return spec_of(spec).format.exact_dtype
+
+
+class HopperGemmPlainRows(HopperGemmRows):
+    """Tokens are packed by groups from what they decode to, since only the quantizer packs by ends
+    that the device alone knows. Where the host knows them, a loop over the groups packs codes as
+    they are.
+
+    Quantizing a block by "rceil" again changes no value above 2^-133: the smallest scale is no
+    larger than the one that it had, and its codes times a power of two are codes there.
+    """
+
+    name, rank = "sm90_adaptive_plain", 1
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(rhs=""), "rows")
+        if reason is None and spec_of(problem.lhs).format.scaling.scale != "e8m0":
+            reason = f"takes tokens with power-of-two scales, not {spec_of(problem.lhs).format}"
+        if reason is None and problem.ends != "device":
+            reason = "is for ends of groups that the device alone knows"
+        packed = f"{spec_of(problem.lhs).format}@sm90_rows:{problem.spread}"
+        return reason or super().accepts(problem._replace(lhs=packed))
+
+    def run(self, p: GroupedRows) -> str:
+        fmt = p.lhs.format
+        values = run.dequantize(p.lhs, fmt.exact_dtype)
+        row = f"{fmt.name}@sm90_rows:{p.mode.spread}"
+        lhs = HopperQuantizeGroups().run(QuantizeGroups(values, p.groups, row, "", "rceil")).row
+        assert lhs is not None
+        super().run(p._replace(lhs=lhs))
+        return self.name
+
+
+register(HopperGemmPlainRows())
+register(HopperColumnsDecoded())
+register(HopperQuantizeGroupsApart())
+register(HopperQuantizeWeightsApart())
+
+
+# ------------------------------------------------------------------------------- grouped blockwise
+# Grouped problems of blockwise FP8 on Hopper: the launches of grouped.py, with fp32 scales or
+# aligned columns.
+ROWS, COLUMNS = SM90_FACTOR_ROWS.name, SM90_FACTOR_K.name
+ALIGNED_COLUMNS = "sm90_k"  # up to the colon
+
+
+class BlockwiseQuantizeGroups(HopperQuantizeGroups):
+    name = OF_BLOCKS
+
+    def accepts(self, problem: Problem) -> str | None:
+        layouts = ROWS, COLUMNS, ALIGNED_COLUMNS
+        reason = why_not(problem, *layouts, formats=FORMATS)
+        return reason or makes_both(problem.lhs, problem.rhs, problem.rule)
+
+
+class BlockwiseQuantizeWeights(HopperQuantizeWeights):
+    name = OF_BLOCKS
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS)
+        if reason is None:
+            reason = makes_both(problem.lhs, problem.rhs, problem.rule)
+        if reason is None and not (problem.rhs and is_aligned(problem.rhs)):
+            reason = one_read_of_weights(problem.lhs, problem.rhs)
+        return reason or why_not_weights(problem)
+
+
+def _factors_of(stack: Stack) -> Stack:
+    """Weights as the GEMM reads them; codes that lie by rows are not copied."""
+    codes, scales, spec, groups, rows, k = stack[:6]
+    fmt, layout = spec_of(spec)
+    if layout is SM90_FACTORS:
+        return stack
+    if is_aligned(spec):
+        parts = codes, factors_of_tiles(scales)
+    else:
+        if layout.k_first:
+            codes, scales = codes.transpose(1, 2), scales.transpose(1, 2)
+        parts = SM90_FACTORS.pack(fmt, codes, scales, k)
+    return Stack(*parts, f"{fmt.name}@{LAYOUT}", groups, rows, k)
+
+
+class BlockwiseGemmRows(HopperGemmRows):
+    """Tokens packed by groups; weights packed, or plain ones whose scales are reordered first."""
+
+    name, rank, invariant = OF_BLOCKS, 2, True
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not_each(problem, (ROWS,), (LAYOUT, ALIGNED, "rows", "cols"), FORMATS)
+        return reason or not_adaptive(problem, INVARIANT) or why_not_sides(problem)
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants(ROWS, columns_for(problem, COLUMNS, f"{ALIGNED_COLUMNS}:{problem.spread}"))
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        return _factors_of(stack)
+
+    def run(self, p: GroupedRows) -> str:
+        check_ends(p.groups, p.lhs.rows)
+        gemm_rows(p, _factors_of(p.rhs))
+        return self.name
+
+
+class BlockwiseGemmK(HopperGemmK):
+    """Both sides aligned, or both with fp32 scales."""
+
+    name, rank = OF_BLOCKS, 2
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, COLUMNS, ALIGNED_COLUMNS, formats=FORMATS)
+        return reason or not_adaptive(problem) or why_not_second(problem.rhs)
+
+    def sides(self, p: GroupedK) -> GroupedK:
+        if is_aligned(p.lhs.spec) and is_aligned(p.rhs.spec):
+            return p
+        return p._replace(lhs=as_factors(p.lhs, COLUMNS), rhs=as_factors(p.rhs, COLUMNS))
+
+    def run(self, p: GroupedK) -> str:
+        return super().run(self.sides(p))
+
+    def run_into(self, p: GroupedK, outs: Sequence[Tensor]) -> str | None:
+        return super().run_into(self.sides(p), outs)
+
+
+class BlockwiseMoveEnds(HopperMoveEnds):
+    name = OF_BLOCKS
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not(problem, ROWS, formats=FORMATS)
+
+
+for _kernel in (
+    BlockwiseMoveEnds, BlockwiseQuantizeGroups, BlockwiseQuantizeWeights, BlockwiseGemmRows,
+    BlockwiseGemmK,
+):  # fmt: skip
+    register(_kernel())
+
+
+# ----------------------------------------------------------------------------------- grouped fused
+# Activations of groups on Hopper: tiles go to the quantizer of groups without being written.
+_QUANTIZERS = HopperQuantizeGroups(), BlockwiseQuantizeGroups()
+
+
+class HopperActGroups(Kernel):
+    """In one launch where the fused kernels make what is asked for; else values are written, in
+    their dtype, and quantized by groups."""
+
+    op, name = "act_quantize_grouped", "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
+        return reason or why_not_dtype(problem)
+
+    def make_plan(self, problem: Problem) -> Any:
+        p = problem
+        known = any(kernel.accepts(p) is None for kernel in _QUANTIZERS)
+        if known and (p.lhs or p.rhs) and makes(p.lhs, p.rhs, p.rule, p.dtype):
+            return ActsOfGroups(p)
+        return ActGroupsReference().run
+
+
+class ActsOfGroups:
+    """Activations of groups in matrices of one size, by a record that is made once."""
+
+    __slots__ = ("dtype", "index", "native", "record", "specs")
+
+    def __init__(self, p: Problem) -> None:
+        self.native, self.index, self.dtype, self.specs = (
+            binding.native(),
+            p.place.index,
+            p.dtype,
+            p[2:4],
+        )
+        self.record = self.native.ActArgs(
+            h_rows=p.m, h_cols=p.n, h_dtype=DTYPES[p.dtype], out_dtype=DTYPES[p.dtype],
+            device=self.index, **fields_to(p.lhs, p.rhs, p.rule),
+        )  # fmt: skip
+
+    def __call__(self, what: ActGroups) -> Quantized:
+        (h, grad, act, dtype, _, target), groups = what
+        if h.dtype != dtype or (grad is not None and grad.dtype != dtype):
+            return ActGroupsReference().run(what)  # the value in fp32, rounded, quantized
+        rows, width = h.shape
+        check_ends(groups, rows)
+        h, offs = binding.rows_of(h), offs_on_device(groups.offs, h.device)
+        cols = width // 2 if act.gated and grad is None else width
+        args = self.record.copy(
+            h_data=h.data_ptr(), h_row_stride=h.stride(0), act=ACT_IDS[act.base], gated=act.gated,
+            limit=act.limit, alpha=act.alpha, offset=act.offset,
+            stream=binding.stream(self.index),
+        )  # fmt: skip
+        if grad is not None:
+            grad = binding.rows_of(grad)
+            args.grad = matrix(self.native, grad)
+        made, _partial = set_outputs(args, *self.specs, (rows, cols), offs, target.col_sum)
+        status = self.native.activate_grouped(args, groups_of(offs, groups.capacity, rows))
+        if not binding.supported(status):
+            return ActGroupsReference().run(what)
+        return made
+
+
+register(HopperActGroups())

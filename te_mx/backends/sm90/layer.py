@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS
-from te_mx.backends.reference.fused_math import inverse
+from te_mx.backends.reference.fused import inverse
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import not_adaptive, why_not
 from te_mx.backends.sm90.fused import makes

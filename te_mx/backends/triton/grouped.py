@@ -13,7 +13,7 @@ from te_mx.backends.native import one_read
 from te_mx.backends.triton import binding, gemm
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.backends.triton.quantize import of_rule
-from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, QuantizeGroups
+from te_mx.dispatch.calls import GroupedK, GroupedRows, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, scale_rows
 from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem

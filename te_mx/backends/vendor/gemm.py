@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_mx.backends import base
 from te_mx.backends.native import BLOCKWISE
-from te_mx.backends.reference import torch_gemm
+from te_mx.backends.reference import gemm
 from te_mx.backends.vendor.layouts import SWIZZLED, of_rows, of_squares
 from te_mx.dispatch.calls import Epilogue, Product, Ran
 from te_mx.dispatch.kernels import Kernel, Wants
@@ -96,7 +96,7 @@ class ScaledMM(Kernel):
             p.out.copy_(value)
             return Ran(self.name, None)
         sums = p.lhs.values(torch.float32).sum(1) if p.epilogue.bias_grad == "operand" else None
-        return Ran(self.name, torch_gemm.finish(value, sums, p.epilogue, p.out, p.aux))
+        return Ran(self.name, gemm.finish(value, sums, p.epilogue, p.out, p.aux))
 
 
 def multiplied(side: Operand) -> dict[str, Any]:

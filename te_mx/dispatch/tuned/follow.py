@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import INVARIANT, Problem
-from te_mx.dispatch.tuned.table import DEFAULT, STEPS
-from te_mx.dispatch.tuned.tables import lookup
+from te_mx.dispatch.tuned.tables import DEFAULT, STEPS, lookup
 
 
 class Tuning(NamedTuple):

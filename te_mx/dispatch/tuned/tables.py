@@ -7,17 +7,184 @@ files with the separator of PATH between them, or "off" for no tables at all.
 
 from __future__ import annotations
 
+import csv
+import io
 import os
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_mx import formats
 from te_mx.dispatch.kernels import ops
 from te_mx.dispatch.problem import Place, Problem
-from te_mx.dispatch.tuned.table import MOST_ROWS, Key, Row, bucket, read
+
+# ------------------------------------------------------------------------------------------- table
+# A table of measured choices, and the csv file that it lies in.
+# One row says what runs one operation of one size on one device. A file may hold rows of several
+# devices; each machine reads its own.
+# In column `use`: what runs without a table, which nothing beat; and, of an op that does in one
+# call what others do in several, these others.
+DEFAULT, STEPS = "default", "steps"
+MOST_ROWS = 512  # of M: above it choices are those of large problems
+_SIZES = ("n", "k", "m", "experts", "top_k")
+
+
+class Key(NamedTuple):
+    """What a row is about.
+
+    device: the name of a device (tables.device_name). operation: an op of the registry. x, w:
+    formats of lhs and rhs, the input and the weight. n, k, m: D[m, n] = lhs[m, k] @ rhs[n, k]^T.
+    experts, top_k: of a mixture of experts, else 0.
+    """
+
+    device: str
+    operation: str
+    x: str
+    w: str
+    n: int
+    k: int
+    m: int
+    experts: int = 0
+    top_k: int = 0
+
+
+class Row(NamedTuple):
+    """One measured choice.
+
+    use: the kernel to run, "default" or "steps". configuration: of this kernel, "" for its own
+    choice. us: microseconds of what is used. default, default_us: what ran without a table when
+    this was measured, and its time.
+    """
+
+    key: Key
+    use: str
+    configuration: str
+    us: float
+    default: str
+    default_us: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the default."""
+        return self.default_us / self.us
+
+    def choice(self) -> str:
+        """What runs, in words."""
+        how = f", {self.configuration}" if self.configuration else ""
+        return f"{self.use}{how}"
+
+
+COLUMNS = (*Key._fields, *Row._fields[1:])
+
+
+def bucket(m: int) -> int:
+    """The least power of two that is not below m: whose row serves where m has none."""
+    return 1 << (m - 1).bit_length()
+
+
+def served(m: int) -> range:
+    """The numbers of rows that a row of m may be asked for."""
+    return range(m // 2 + 1, m + 1) if bucket(m) == m else range(m, m + 1)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a csv file; lines that start with # are for people.
+
+    Raises ValueError for a file that is no table, with the line that is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"te_mx: the tuned table {path} cannot be read: {error}") from error
+    numbered = [
+        (number, line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.startswith("#")
+    ]
+    records = list(csv.reader(line for _, line in numbered))
+    if not records or tuple(records[0]) != COLUMNS:
+        raise ValueError(
+            f"te_mx: {path} is no tuned table: its first line must be {','.join(COLUMNS)}; "
+            "python -m te_mx tune writes one"
+        )
+    rows: dict[Key, Row] = {}
+    for (number, _), record in zip(numbered[1:], records[1:], strict=True):
+        row = _parsed(record, f"{path}, line {number}")
+        if row.key in rows:
+            raise ValueError(f"te_mx: {path}, line {number}: {_words(row.key)} is there twice")
+        rows[row.key] = row
+    return list(rows.values())
+
+
+def _parsed(record: list[str], where: str) -> Row:
+    if len(record) != len(COLUMNS):
+        raise ValueError(f"te_mx: {where}: expected {len(COLUMNS)} columns, got {len(record)}")
+    given: dict[str, Any] = dict(zip(COLUMNS, record, strict=True))
+    for name in _SIZES:
+        least = 0 if name in ("experts", "top_k") else 1
+        if not (given[name].isdecimal() and int(given[name]) >= least):
+            raise ValueError(
+                f"te_mx: {where}: {name} must be a whole number from {least} on, "
+                f"got {given[name]!r}"
+            )
+        given[name] = int(given[name])
+    if given["m"] > MOST_ROWS:
+        raise ValueError(f"te_mx: {where}: m must be at most {MOST_ROWS}, got {given['m']}")
+    for name in ("us", "default_us"):
+        try:
+            given[name] = float(given[name])
+        except ValueError:
+            given[name] = 0.0
+        if not 0 < given[name] < 1e12:
+            raise ValueError(f"te_mx: {where}: {name} must be microseconds, above 0")
+    for name in ("device", "operation", "x", "w", "use", "default"):
+        if not given[name]:
+            raise ValueError(f"te_mx: {where}: {name} is empty")
+    return Row(Key(*(given[name] for name in Key._fields)), *(given[n] for n in Row._fields[1:]))
+
+
+def _words(key: Key) -> str:
+    return ",".join(map(str, key))
+
+
+def text_of(rows: Iterable[Row], remarks: Iterable[str] = ()) -> str:
+    """The csv file of rows, in the order of their keys, under lines for people."""
+    out = io.StringIO()
+    for remark in remarks:
+        out.write(f"# {remark}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in sorted(rows):
+        times = f"{row.us:.4g}", row.default, f"{row.default_us:.4g}"
+        writer.writerow((*row.key, row.use, row.configuration, *times))
+    return out.getvalue()
+
+
+def write(path: Path, rows: Iterable[Row], remarks: Iterable[str] = ()) -> None:
+    """Write a csv file at once: whoever reads it meanwhile finds the old one or the new one."""
+    text = text_of(rows, remarks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def remarks_of(path: Path) -> list[str]:
+    """The lines for people of a csv file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
+
 
 FOLDER = Path(__file__).parent
 VARIABLE, OFF = "TE_MX_TUNED", "off"

@@ -9,7 +9,7 @@ import torch
 
 import te_mx
 from te_mx import workspace
-from te_mx.backends.cpu.frozen_as_is import MOST_ROWS, stream_for
+from te_mx.backends.cpu.frozen import MOST_ROWS, stream_for
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDED = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24}  # half an ulp

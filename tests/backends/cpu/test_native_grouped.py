@@ -19,7 +19,7 @@ from te_mx._ops.quantize import parts_of
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.dispatch.calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import Bounds, host_bounds
 from te_mx.runtime import workspace
 

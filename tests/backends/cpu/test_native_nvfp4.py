@@ -16,13 +16,12 @@ from te_mx._ops.grouped_gemm import gemm_rows
 from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import grouped as cpu_grouped
-from te_mx.backends.cpu.frozen_as_is import MOST_ROWS, stream_for
+from te_mx.backends.cpu.frozen import MOST_ROWS, stream_for
 from te_mx.backends.cpu.grouped import few_and_many
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import quantize as reference
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Epilogue, Quantize
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups, QuantizeWeights
+from te_mx.dispatch.calls import Epilogue, Groups, Quantize, QuantizeGroups, QuantizeWeights
 from te_mx.dispatch.registry import pick
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace

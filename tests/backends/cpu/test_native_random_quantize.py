@@ -16,8 +16,7 @@ from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import quantize as reference
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Quantize
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.dispatch.calls import Groups, Quantize, QuantizeGroups
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import choose
 

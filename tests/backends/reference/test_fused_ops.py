@@ -14,7 +14,7 @@ from strategies import DTYPES, FINITE_KINDS, KINDS, SEEDS, SIZES, matrices, tens
 from te_mx._ops import quantize_2d, quantized
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation, ActStep, Norm, NormStep, Target
@@ -78,14 +78,14 @@ def composed(op, step):
 
 def test_the_lane_sum_is_a_sum():
     x = torch.randn(7, 1000)
-    torch.testing.assert_close(fused_math.lane_sum(x)[:, 0], x.double().sum(1).float())
+    torch.testing.assert_close(fused.lane_sum(x)[:, 0], x.double().sum(1).float())
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_normalization_is_torchs(kind):
     x, weight = torch.randn(5, 300) * 3 + 2, torch.randn(300)
     bias = torch.randn(300) if kind == "LayerNorm" else None
-    _, _, z = fused_math.normalize(x, weight, bias, Norm(kind, 1e-5), torch.float32)
+    _, _, z = fused.normalize(x, weight, bias, Norm(kind, 1e-5), torch.float32)
     if kind == "LayerNorm":
         expected = torch.nn.functional.layer_norm(x, (300,), weight, bias, 1e-5)
     else:
@@ -106,7 +106,7 @@ def test_native_normalization_is_the_reference(x, kind, dtype, target, keep, wit
     dz = tensor("normal", *x.shape, 5, dtype)
     back = (dz, x, weight, expected.mean, expected.rstd, x.dtype)
     dx, dweight, dbias = norm_backward_2d(*back)
-    r_dx, r_dweight, r_dbias = fused_math.normalize_backward(*back)
+    r_dx, r_dweight, r_dbias = fused.normalize_backward(*back)
     same(dx, r_dx)
     magnitude = (dz.float().abs() * 40).sum(0) + 1
     assert dbias.shape == r_dbias.shape and ((dbias - r_dbias).abs() <= 1e-6 * magnitude).all()
@@ -129,7 +129,7 @@ def test_normalization_at_every_level(isa, kind, shape, both):
         same(mine, theirs)
     dz = tensor("normal", *shape, 5, torch.bfloat16)
     back = (dz, x, weight, got.mean, got.rstd, torch.float32)
-    same(norm_backward_2d(*back)[0], fused_math.normalize_backward(*back)[0])
+    same(norm_backward_2d(*back)[0], fused.normalize_backward(*back)[0])
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -167,7 +167,7 @@ def test_activation_formulas_are_differentiated_right(name):
     (expected,) = torch.autograd.grad(out, h, grad)
     args = (h.detach().float(), act, torch.float32)
     for forward, backward in (
-        (fused_math.activate, fused_math.activate_backward),
+        (fused.activate, fused.activate_backward),
         (
             lambda h, *rest: act_quantize_2d(ActStep(h, None, *rest, True, BOTH)).out,
             lambda g, h, *rest: act_quantize_2d(ActStep(h, g, *rest, True, BOTH)).out,
@@ -204,7 +204,7 @@ def test_what_is_quantized_is_the_rounded_activation(
     for got, expected in zip(listed(silent.quantized), listed(made.quantized), strict=True):
         same(got, expected)
     if name in EXACT and not backward:
-        same(made.out, fused_math.activate(h, act, dtype))
+        same(made.out, fused.activate(h, act, dtype))
 
 
 @native
@@ -215,12 +215,12 @@ def test_activations_at_every_level(isa, name, both):
     act, h = halves(name, rows, cols, "normal", torch.float32)
     g = torch.randn(rows, cols)
     out = act_quantize_2d(ActStep(h, None, act, torch.float32, True, both)).out
-    expected = fused_math.activate(h, act, torch.float32)
+    expected = fused.activate(h, act, torch.float32)
     torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6)
     sums = both._replace(col_sum=True)
     dh = act_quantize_2d(ActStep(h, g, act, torch.float32, True, sums))
     torch.testing.assert_close(
-        dh.out, fused_math.activate_backward(g, h, act, torch.float32), rtol=1e-5, atol=1e-5
+        dh.out, fused.activate_backward(g, h, act, torch.float32), rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(dh.quantized.col_sum, dh.out.sum(0), rtol=1e-4, atol=1e-4)
 

@@ -11,7 +11,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.dispatch import run
-from te_mx.dispatch.grouped_calls import GroupedRows, Groups
+from te_mx.dispatch.calls import GroupedRows, Groups
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")

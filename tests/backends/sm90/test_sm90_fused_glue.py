@@ -12,7 +12,7 @@ import torch
 
 from te_mx._ops import Quantize
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
-from te_mx.backends.reference import fused_math
+from te_mx.backends.reference import fused
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
@@ -64,15 +64,15 @@ def quantized(values, target):
 
 
 def norm_one_by_one(s):
-    mean, rstd, z = fused_math.normalize(s.x, s.weight, s.bias, s.norm, s.dtype)
+    mean, rstd, z = fused.normalize(s.x, s.weight, s.bias, s.norm, s.dtype)
     return NormParts(mean, rstd, z if s.keep else None, quantized(z, s.target))
 
 
 def act_one_by_one(s):
     if s.grad is None:
-        out = fused_math.activate(s.h, s.act, s.dtype)
+        out = fused.activate(s.h, s.act, s.dtype)
     else:
-        out = fused_math.activate_backward(s.grad, s.h, s.act, s.dtype)
+        out = fused.activate_backward(s.grad, s.h, s.act, s.dtype)
     return ActParts(out if s.keep else None, quantized(out, s.target))
 
 
@@ -112,7 +112,7 @@ def test_normalization(kind, dtype, z_dtype):
         dz = strategies.tensor("normal", 75, 130, 4, z_dtype)
         for grad in layouts(dz):
             back = grad, given, weight, expected.mean, expected.rstd, dtype
-            got, want = norm_backward_2d(*back), fused_math.normalize_backward(*back)
+            got, want = norm_backward_2d(*back), fused.normalize_backward(*back)
             same(got[:1], want[:1])
             torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-4)
 

@@ -14,7 +14,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx._ops import Epilogue, Mode, Quantize
 from te_mx.backends.base import PLAIN
-from te_mx.backends.reference import torch_gemm
+from te_mx.backends.reference import gemm
 from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.backends.sm90.quantize import Quantizer
@@ -179,7 +179,7 @@ def test_gemm(shape, fmts, form, guarded):
         )  # fmt: skip
         want, aux = old.clone(), torch.empty(m, n, dtype=torch.bfloat16)
         keeps = epilogue.gelu is not None and epilogue.gelu_in is None
-        bias_grad = torch_gemm.gemm(*ready, epilogue, want, aux if keeps else None)
+        bias_grad = gemm.gemm(*ready, epilogue, want, aux if keeps else None)
         assert got.out is out and torch.equal(out, want) and out._version > version
         assert (got.aux is not None) == keeps
         assert not keeps or torch.equal(got.aux, aux)
@@ -253,7 +253,7 @@ def test_what_native_code_refuses_runs_on_the_reference(monkeypatch, fresh_warni
     with pytest.warns(RuntimeWarning, match="gemm on cuda:0 .*native code does not take"):
         out = ops.gemm_2d(packed(lhs), packed(rhs), out_dtype=torch.float32, tag=5).out
     want = torch.empty(5, 6)
-    torch_gemm.gemm(packed(lhs), packed(rhs), Epilogue(), want, None)
+    gemm.gemm(packed(lhs), packed(rhs), Epilogue(), want, None)
     assert torch.equal(out, want) and LAST_RUN[5] == "reference"
 
 

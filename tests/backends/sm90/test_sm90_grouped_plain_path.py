@@ -25,7 +25,7 @@ from te_mx._ops.grouped_quantize import (
     weight_columns,
 )
 from te_mx.autograd.linear_recipe import columns_of
-from te_mx.backends.sm90 import grouped_apart
+from te_mx.backends.sm90 import grouped
 from te_mx.backends.sm90.decode import Decode
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.recipe import MXFP8BlockScaling
@@ -140,7 +140,7 @@ def test_columns_are_those_of_each_weight(native, rule, fmt) -> None:
 )
 def test_columns_in_another_format_are_decoded_and_quantized(native, monkeypatch, most, fmt, col):
     """All groups in two native calls, or as many at a time as memory is given for."""
-    monkeypatch.setattr(grouped_apart, "MOST_BYTES", most)
+    monkeypatch.setattr(grouped, "MOST_BYTES", most)
     weights, spec = wild(3, 45, 70), f"{col}@sm90:8"
     row, _ = quantize_weights(weights, f"{fmt}@rows", rule="rceil")
     native.clear()

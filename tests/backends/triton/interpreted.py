@@ -15,11 +15,14 @@ sys.path.append(str(Path(sys.prefix, "aside_triton")))
 import te_mx
 from te_mx.backends.triton import gemm as _gemm  # noqa: F401  (kernels are registered)
 from te_mx.conformance import cases, inputs
-from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
-from te_mx.dispatch.grouped_calls import (
+from te_mx.dispatch.calls import (
+    Epilogue,
     GroupedK,
     GroupedRows,
     Groups,
+    Mode,
+    Product,
+    Quantize,
     QuantizeGroups,
     QuantizeWeights,
 )
