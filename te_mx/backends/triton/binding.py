@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from te_mx.backends.base import forced
 from te_mx.backends.native import BLOCKWISE, unknown
 from te_mx.dispatch.problem import MOST, Problem
 from te_mx.formats import Format
 from te_mx.formats.element import Element
+from te_mx.layouts import spec_of
 
 NAME, RANK = "triton", 500
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
-NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # for products of single matrices
+NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # but for groups
+MXFP6 = ("mxfp6_e2m3", "mxfp6_e3m2")  # but for products
 LAYOUTS = ("rows", "cols")
 # Interpreted kernels run on CPU tensors, for tests.
 INTERPRETED = "TRITON_INTERPRET"
@@ -41,18 +44,39 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     device = problem.place.device
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
-    formats = MX + BLOCKWISE + (NVFP4 if problem.op == "gemm" else ())
-    reason = missing() or unknown(problem, LAYOUTS + layouts, formats, problem.op == "quantize")
+    reads, random = problem.op == "dequantize", problem.op == "quantize"
+    formats = MX + BLOCKWISE + (NVFP4 if reads or random or problem.op == "gemm" else ())
+    formats += MXFP6 if reads or random else ()
+    if random:
+        problem = problem._replace(rule="rceil")  # all rules of each
+    reason = missing() or unknown(problem, LAYOUTS + layouts, formats, random)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
+    if reason is None and (reads or random):
+        names = {spec_of(spec).format.untransformed.name for spec in problem[2:4] if spec}
+        reason = why_not_run(problem) if names.intersection(NVFP4 + MXFP6) else None
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:
         reason = f"counts sizes up to {MOST}"
     return reason
 
 
+def why_not_run(problem: Problem) -> str | None:
+    """Why what has not been run on Hopper does not run there, unless somebody asks for Triton."""
+    if problem.place.device != "cuda" or forced == NAME or not torch.cuda.is_available():
+        return None
+    if torch.version.hip or torch.cuda.get_device_capability(max(problem.place.index, 0))[0] != 9:
+        return None
+    return f"has not been run on Hopper; TE_MX_BACKEND={NAME} asks for it"
+
+
 def kernels(module: str) -> Any:
     """A module of te_mx.backends.triton.kernels, imported at the first call."""
     return importlib.import_module(f"te_mx.backends.triton.kernels.{module}")
+
+
+def dtype_of(dtype: torch.dtype) -> Any:
+    """A dtype of torch as Triton's."""
+    return getattr(kernels("encode").tl, str(dtype).removeprefix("torch."))
 
 
 def element_of(element: Element) -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from te_mx import formats
 from te_mx.backends.base import why_not_dtype
-from te_mx.backends.native import one_read
 from te_mx.backends.triton import binding
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.dispatch.calls import Quantize
@@ -23,21 +24,34 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
 _TILE = 64, 128  # rows and columns a program reads, of the way back
+_AMAX_TILE = 32, 256  # and of the largest magnitude
+_NOT_AMAX = {"RULE", "FOUR", "SQUARE", "BOUND", "HEIGHT", "RANDOM", "seed", "first_of_all", "out"}
+_VALUES = "mxfp8_e4m3", "rceil"  # of whose kernel steps are that make values alone
 
 
 def empty_operand(spec: str, rows: int, k: int, device: torch.device) -> Operand:
     """An operand to write."""
     fmt, layout = spec_of(spec)
     codes, scales = layout.shapes(fmt, rows, k)
+    whole = None
+    if fmt.tensor_scaled:
+        whole = torch.empty(fmt.tensor_scale_shape(rows), dtype=torch.float32, device=device)
     return Operand(
         torch.empty(codes, dtype=torch.uint8, device=device),
-        torch.empty(scales, dtype=fmt.scaling.storage, device=device), spec, rows, k,
+        torch.empty(scales, dtype=fmt.scaling.storage, device=device), spec, rows, k, None, whole,
     )  # fmt: skip
 
 
 def of_rule(fmt: Format, rule: str) -> dict[str, Any]:
     """What the kernel of a family asks of a format and a rule."""
     element, (name, epsilon) = fmt.element, split_rule(rule)
+    if fmt.tensor_scaled:
+        four = name.startswith("te_4over6")
+        return {
+            "RULE": "te" if four else name, "FOUR": four, "SQUARE": "_mse" in name,
+            "BOUND": 1536.0 if four and not name.endswith("_448") else 2688.0,
+            "BY_ROWS": bool(fmt.tensor_scale_shape(1)), "HEIGHT": fmt.scaling.block[0],
+        }  # fmt: skip
     words: dict[str, Any] = dict(binding.element_of(element))
     if fmt.scaling.scale == "fp32":
         return words | {
@@ -63,47 +77,102 @@ def random_of(what: Quantize) -> dict[str, Any]:
 
 
 class TritonQuantize(Kernel):
-    """Both directions from one read."""
+    """Both directions from one read; of NVFP4 after one for the largest magnitude."""
 
     op, name, rank = "quantize", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = binding.why_not(problem) or one_read(problem.lhs, problem.rhs)
-        if reason is None and not (problem.lhs or problem.rhs):
-            reason = "makes codes"
-        return reason or why_not_dtype(problem)
+        if not (problem.lhs or problem.rhs):
+            return "makes codes"
+        return why_not(problem) or why_not_dtype(problem)
 
     def run(self, what: Quantize) -> Quantized:
-        x = what.x.detach().resolve_neg()
-        x = x if x.stride(1) == 1 else x.contiguous()
-        (rows, cols), device = x.shape, x.device
-        fmt = spec_of(what.row or what.col).format
-        row = empty_operand(what.row, rows, cols, device) if what.row else None
-        col = empty_operand(what.col, cols, rows, device) if what.col else None
-        words = of_rule(fmt, what.rule)
-        height, width, warps = 32, 128 if fmt.element.bits == 8 else 64, 2
-        if fmt.scaling.scale == "fp32":
-            height = 128 if col or words["SQUARE"] else 32
-            width = 128 if row or words["SQUARE"] else 32
-            warps = 8 if height == width else 4
-        else:
-            words |= random_of(what)
-            casts = fmt.element.bits == 8 and not words["RANDOM"]
-            words["HARDWARE"] = casts and binding.casts(device.index or 0)
-        family = "blockwise" if fmt.scaling.scale == "fp32" else "mx"
-        kernel = getattr(binding.kernels("quantize"), f"quantize_{family}")
-        kernel[cdiv(cols, width), cdiv(rows, height)](
-            x, *_parts(row, x), *_parts(col, x), rows, cols, x.stride(0), **words,
-            ROW=row is not None, COL=col is not None,
-            TURNED=what.col.endswith("@rows"), R=height, C=width, num_warps=warps,
-        )  # fmt: skip
+        x = rows_of(what.x)
+        step = {"x": x, "stride": x.stride(0)}
+        made = launch(what, x.shape, x.dtype, step)
         sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
-        return Quantized(row, col, sums)
+        return Quantized(*made, sums)
 
 
-def _parts(operand: Operand | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What is written; where nothing is, something that is not touched."""
-    return (x, x) if operand is None else (operand.codes, operand.scales)
+def why_not(problem: Problem) -> str | None:
+    """Why no kernel quantizes to the specs of a problem; None when one does."""
+    row, col = (spec_of(spec) if spec else None for spec in (problem.lhs, problem.rhs))
+    reason = binding.why_not(problem)
+    if reason is not None:
+        return reason
+    if row and row.layout.k_first:
+        return "makes rowwise copies that lie by rows"
+    if row and col and row.format.untransformed is not col.format.untransformed:
+        return "makes both directions in one format"
+    if problem.dtype == torch.float16 and split_rule(problem.rule)[0] == "compressed_tensors":
+        return "does not take float16 for compressed_tensors"
+    return None
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x with adjacent elements in each row."""
+    x = x.detach().resolve_neg()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def launch(
+    what: Quantize, shape: Sequence[int], dtype: torch.dtype, step: dict[str, Any]
+) -> tuple[Operand | None, Operand | None]:
+    """Both directions of a matrix [rows, cols] of a dtype, whose tiles are those of x or of a step
+    by these words (kernels/steps.py); perhaps none."""
+    (rows, cols), x, device = shape, step["x"], step["x"].device
+    row = empty_operand(what.row, rows, cols, device) if what.row else None
+    col = empty_operand(what.col, cols, rows, device) if what.col else None
+    fmt, rule = spec_of(what.row or what.col).format if row or col else None, what.rule
+    if fmt is None:
+        fmt, rule = formats.get(_VALUES[0]), _VALUES[1]
+    words = step | of_rule(fmt, rule) | {"rows": rows, "cols": cols, "enable_fp_fusion": False}
+    height, width, warps = 32, 128 if fmt.element.bits == 8 else 64, 2
+    family = {"e8m0": "mx", "e4m3": "nvfp4", "fp32": "blockwise"}[fmt.scaling.scale]
+    if family == "blockwise":
+        height = 128 if col or words["SQUARE"] else 32
+        width = 128 if row or words["SQUARE"] else 32
+        warps = 8 if height == width else 4
+    else:
+        words |= random_of(what)
+    if family == "mx":
+        casts = fmt.element.bits == 8 and not words["RANDOM"]
+        words["HARDWARE"] = casts and binding.casts(device.index or 0)
+    if family == "nvfp4":
+        words |= _largest(words, row, col, binding.dtype_of(dtype))
+    for side, one in (("row", row), ("col", col)):
+        # What is not written is something that is not touched.
+        words[f"{side}_codes"] = x if one is None else one.codes
+        words[f"{side}_scales"] = x if one is None else one.scales
+    module = binding.kernels("nvfp4" if family == "nvfp4" else "quantize")
+    kernel = getattr(module, f"quantize_{family}")
+    kernel[cdiv(cols, width), cdiv(rows, height)](
+        **words, ROW=row is not None, COL=col is not None,
+        TURNED=what.col.endswith("@rows"), R=height, C=width, num_warps=warps,
+    )  # fmt: skip
+    return row, col
+
+
+def _largest(
+    words: dict[str, Any], row: Operand | None, col: Operand | None, dtype: Any
+) -> dict[str, Any]:
+    """The largest magnitudes of both directions, for the quantizer of NVFP4; of one for both where
+    they are the same."""
+    x, by_rows = words["x"], words["BY_ROWS"]
+    apart = by_rows or any(f"{side}_SIZE" in words for side in ("ROW", "COL"))
+    sizes = [words[name] if by_rows else 1 for name in ("rows", "cols")]
+    found = [torch.zeros(size, dtype=torch.int32, device=x.device) for size in sizes]
+    height, width = _AMAX_TILE
+    asked = {name: word for name, word in words.items() if name not in _NOT_AMAX}
+    binding.kernels("nvfp4").amax[cdiv(words["cols"], width), cdiv(words["rows"], height)](
+        row_amax=found[0], col_amax=found[1], ROW=not apart or row is not None,
+        COL=apart and col is not None, TO=dtype, R=height, C=width, **asked,
+    )  # fmt: skip
+    return {
+        "row_amax": found[0], "col_amax": found[1 if apart else 0], "TO": dtype,
+        "row_whole": x if row is None else row.tensor_scale,
+        "col_whole": x if col is None else col.tensor_scale,
+    }  # fmt: skip
 
 
 class TritonDequantize(Kernel):
@@ -114,7 +183,7 @@ class TritonDequantize(Kernel):
 
     def run(self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
         fmt, layout = spec_of(operand.spec)
-        rows, k, element = operand.rows, operand.k, fmt.element
+        rows, k, element, whole = operand.rows, operand.k, fmt.element, operand.tensor_scale
         out = into
         if out is None or not out.is_contiguous():
             out = torch.empty((rows, k), dtype=dtype, device=operand.codes.device)
@@ -125,9 +194,10 @@ class TritonDequantize(Kernel):
             codes, scales, out, rows, k, codes.stride(0), scales.shape[1],
             BITS=element.bits, MANTISSA_BITS=element.mantissa_bits, BIAS=element.bias,
             MAX_CODE=element.max_code, HAS_INF=element.has_inf,
-            ZERO_SIGN=element.has_negative_zero, E8M0=fmt.scaling.scale == "e8m0",
+            ZERO_SIGN=element.has_negative_zero, SCALE=fmt.scaling.scale,
             HEIGHT=fmt.scaling.block[0], BLOCK=fmt.block, K_FIRST=layout.k_first, R=height,
-            C=width,
+            C=width, whole=None if whole is None else whole.contiguous(),
+            BY_ROWS=whole is not None and whole.dim() > 0,
         )  # fmt: skip
         return out if into is None or out is into else into.copy_(out)
 

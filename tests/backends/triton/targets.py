@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from te_mx import formats
 from te_mx.backends.triton import quantize as quantizers
-from te_mx.backends.triton.kernels import gemm, quantize
+from te_mx.backends.triton.kernels import gemm, nvfp4, quantize
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
@@ -79,6 +79,7 @@ def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: G
         of[names[at[0]]] = "constexpr"
         aligned.pop(at, None)
     options = {key: words[key] for key in ("num_warps", "num_stages") if key in words}
+    options["enable_fp_fusion"] = False
     return triton.compile(
         ASTSource(fn, of, constants | unit, aligned), target=target, options=options
     )
@@ -110,21 +111,29 @@ def products_of(pair: str, target: str) -> Made:
     return _made(pair, target, gemm.gemm, words, pointers, kind)
 
 
-def quantizer_of(fmt: str, rule: str, target: str) -> Made:
-    """The quantizer of a format, both directions, and the way back."""
+def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
+    """The quantizer of a format, both directions; of 4 bits with all that is random."""
     one, kind = formats.get(fmt), TARGETS[target]
-    words = quantizers.of_rule(one, rule) | {"ROW": True, "COL": True, "TURNED": True}
-    words |= {"R": 128, "C": 128} if one.scaling.scale == "fp32" else {"R": 64, "C": 128}
-    family = quantize.quantize_blockwise if one.scaling.scale == "fp32" else quantize.quantize_mx
-    casts = kind.backend == "cuda" and kind.arch >= 89 and one.element.bits == 8
-    if one.scaling.scale == "e8m0":
-        words["HARDWARE"] = casts
-    scales = "*u8" if one.scaling.scale == "e8m0" else "*fp32"
+    scale, bits = one.scaling.scale, one.element.bits
+    words = quantizers.of_rule(one, rule) | {"ROW": True, "COL": True, "TURNED": bits == 4}
+    words |= {"R": 128, "C": 128} if scale == "fp32" else {"R": 32, "C": 128 if bits == 8 else 64}
+    if scale == "e8m0":
+        words["HARDWARE"] = kind.backend == "cuda" and kind.arch >= 89 and bits == 8
+    scales = "*fp32" if scale == "fp32" else "*u8"
     pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8"}
-    pointers |= {"row_scales": scales, "col_scales": scales, "seed": "*i64"}
-    if fmt == "mxfp4":
+    pointers |= {"row_scales": scales, "col_scales": scales}
+    if bits == 4:
+        pointers["seed"] = "*i64"
         words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
-    return _made(f"quantize {fmt}", target, family, words, pointers, kind)
+    if scale != "e4m3":
+        family = quantize.quantize_blockwise if scale == "fp32" else quantize.quantize_mx
+        return [_made(f"quantize {fmt}", target, family, words, pointers, kind)]
+    words["TO"] = nvfp4.tl.bfloat16
+    pointers |= {"row_amax": "*i32", "col_amax": "*i32", "row_whole": "*fp32", "col_whole": "*fp32"}
+    return [
+        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), words, pointers, kind)
+        for kernel in ("quantize_nvfp4", "amax")
+    ]
 
 
 def _made(
@@ -146,8 +155,9 @@ def products(targets: Iterable[str] = TARGETS) -> list[Made]:
 
 
 def quantizers_of(target: str) -> list[Made]:
-    ways = ("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("fp8_e4m3_1x128", "pow2")
-    return [quantizer_of(fmt, rule, target) for fmt, rule in ways]
+    ways = [("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("fp8_e4m3_1x128", "pow2")]
+    ways += [("mxfp6_e3m2", "floor"), ("nvfp4", "te"), ("nvfp4_16x16", "te_4over6_mse")]
+    return [made for fmt, rule in ways for made in quantizer_of(fmt, rule, target)]
 
 
 def row(target: str) -> str:

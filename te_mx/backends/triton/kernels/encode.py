@@ -73,3 +73,24 @@ def power_of_two(exponent):
     """fp32 2^exponent, for -127 to 127."""
     bits = tl.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
     return as_float(bits)
+
+
+@triton.jit
+def encode_e2m1(value):
+    """Codes (int32) of fp32 numbers in E2M1, to nearest even, at most +-6; of NaN any: the least of
+    what rounding to steps of 1/2 (up to 2), 1 (up to 4) and 2 gives."""
+    magnitude = tl.minimum(tl.abs(value), 6.0)
+    code = as_bits(magnitude + 4194304.0)  # a step is the last bit of 2^22
+    code = tl.minimum(code, as_bits(magnitude + 8388608.0) - ((1 << 23) - 2))
+    code = tl.minimum(code, as_bits(magnitude + 16777216.0) - ((2 << 23) - 4))
+    return (code & 7) | ((as_bits(value) >> 28) & 8)
+
+
+@triton.jit
+def e4m3_value(code):
+    """fp32 of E4M3, exact."""
+    magnitude = code & 127
+    bits = as_bits(magnitude.to(tl.float32) * 0.001953125)
+    bits = tl.where(magnitude < 8, bits, (magnitude << 20) + (120 << 23))
+    bits = tl.where(magnitude == 127, NAN, bits)
+    return as_float(bits | ((code & 128) << 24))

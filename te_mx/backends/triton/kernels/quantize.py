@@ -8,14 +8,16 @@ from te_mx.backends.triton.kernels.encode import (
     MAGNITUDE,
     as_bits,
     as_float,
-    bits_of,
+    e4m3_value,
     encode,
+    encode_e2m1,
     power_of_two,
     rounded,
     scale_byte,
 )
 from te_mx.backends.triton.kernels.grouped import place_of
 from te_mx.backends.triton.kernels.random import encode_random, hadamard, random_bits
+from te_mx.backends.triton.kernels.steps import tile
 
 
 @triton.jit
@@ -33,26 +35,38 @@ def _codes(
         codes = encode_random(
             bits, 127 - scales, random, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS
         )
+    elif BITS == 4:
+        codes = encode_e2m1(as_float(bits) * power_of_two(127 - scales))
     else:
         codes = encode(bits, 127 - scales, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, True)
     return tl.where(scales == 255, NAN_CODE, codes).to(tl.uint8)
 
 
 @triton.jit
-def _store(
-    to, codes, first_row, first, rows, k, ROWS: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr
-):
-    """Codes [ROWS, K] of a tile to [rows, k], two a byte where they are packed."""
-    if PACKED:
-        low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
-        codes = low | (high << 4)
-        r, c = first_row + tl.arange(0, ROWS), first // 2 + tl.arange(0, K // 2)
-        width = (k + 1) // 2
-    else:
-        r, c = first_row + tl.arange(0, ROWS), first + tl.arange(0, K)
-        width = k
+def _put(to, codes, r, c, rows, width):
     at = r.to(tl.int64)[:, None] * width + c[None, :]
     tl.store(to + at, codes, mask=(r < rows)[:, None] & (c < width)[None, :])
+
+
+@triton.jit
+def store_codes(
+    to, codes, first_row, first, rows, k, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr
+):
+    """Codes [ROWS, K] of a tile to [rows, k]: of 4 bits two a byte, of 6 bits four in three."""
+    r = first_row + tl.arange(0, ROWS)
+    if BITS == 8:
+        _put(to, codes, r, first + tl.arange(0, K), rows, k)
+    elif BITS == 4:
+        low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
+        _put(to, low | (high << 4), r, first // 2 + tl.arange(0, K // 2), rows, (k + 1) // 2)
+    else:
+        even, odd = tl.split(tl.reshape(codes, (ROWS, K // 4, 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        at, width = first // 4 * 3 + 3 * tl.arange(0, K // 4), (6 * k + 7) // 8
+        _put(to, a | (b << 6), r, at, rows, width)
+        _put(to, (b >> 2) | (c << 4), r, at + 1, rows, width)
+        _put(to, (c >> 4) | (d << 2), r, at + 2, rows, width)
 
 
 @triton.jit
@@ -65,6 +79,9 @@ def quantize_mx(
     starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0, seed=None, first_of_all=0,
     RANDOM: tl.constexpr = False, ROW_SIZE: tl.constexpr = 0,
     ROW_SIGNS: tl.constexpr = 0, COL_SIZE: tl.constexpr = 0, COL_SIGNS: tl.constexpr = 0,
+    out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
+    ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
+    ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, TO: tl.constexpr = None,
 ):
     """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
 
@@ -76,10 +93,11 @@ def quantize_mx(
     if GROUPS:
         group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
+    bits = tile(
+        x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
+        ALPHA, OFFSET, TO,
+    )
     there = (r < rows)[:, None] & (c < cols)[None, :]
-    values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
-    bits = bits_of(values)
-    packed: tl.constexpr = BITS == 4
     random = bits
     if RANDOM:
         random = random_bits(seed, first_of_all + r, first_col, R, C)
@@ -94,7 +112,8 @@ def quantize_mx(
             blocks, scales[:, :, None], tl.reshape(random, (R, C // 32, 32)), BITS, MANTISSA_BITS,
             MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
         )
-        _store(row_codes, tl.reshape(codes, (R, C)), first_row, first_col, rows, cols, R, C, packed)
+        codes = tl.reshape(codes, (R, C))
+        store_codes(row_codes, codes, first_row, first_col, rows, cols, R, C, BITS)
         b, count = first_col // 32 + tl.arange(0, C // 32), (cols + 31) // 32
         at = r.to(tl.int64)[:, None] * count + b[None, :]
         mask = (r < rows)[:, None] & (b < count)[None, :]
@@ -117,10 +136,10 @@ def quantize_mx(
         if GROUPS:
             mask = (b >= 0)[:, None] & (c < tl.where(group >= 0, cols, 0))[None, :]
         if TURNED:
-            _store(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, packed)
+            store_codes(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, BITS)
             at = c.to(tl.int64)[None, :] * count + b[:, None]
         else:
-            _store(col_codes, codes, first_row, first_col, rows, cols, R, C, False)
+            store_codes(col_codes, codes, first_row, first_col, rows, cols, R, C, 8)
             at = b.to(tl.int64)[:, None] * cols + c[None, :]
         tl.store(col_scales + at, scales.to(tl.uint8), mask=mask)
 
@@ -156,15 +175,19 @@ def quantize_blockwise(
     POW2: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
     SQUARE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
+    out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
+    ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
+    ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, TO: tl.constexpr = None,
 ):
     """Blockwise FP8: codes and fp32 scales, blocks of 1 x 128, or of 128 x 128 (R = C = 128)."""
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     if GROUPS:
         group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
-    there = (r < rows)[:, None] & (c < cols)[None, :]
-    values = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=there, other=0.0)
-    bits = bits_of(values)
+    bits = tile(
+        x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
+        ALPHA, OFFSET, TO,
+    )
     across, down = (cols + 127) // 128, (rows + 127) // 128
     if ROW:
         amax = tl.max(bits & MAGNITUDE, 1)
@@ -175,7 +198,7 @@ def quantize_blockwise(
             bits, amax[:, None], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN,
             EPSILON, TINY, POW2,
         )
-        _store(row_codes, codes, first_row, first_col, rows, cols, R, C, False)
+        store_codes(row_codes, codes, first_row, first_col, rows, cols, R, C, 8)
         height: tl.constexpr = 128 if SQUARE else 1
         at = (r // height).to(tl.int64) * across + first_col // 128
         mask = (r < rows) & (r % height == 0)
@@ -190,9 +213,9 @@ def quantize_blockwise(
             EPSILON, TINY, POW2,
         )
         if TURNED:
-            _store(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, False)
+            store_codes(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, 8)
         else:
-            _store(col_codes, codes, first_row, first_col, rows, cols, R, C, False)
+            store_codes(col_codes, codes, first_row, first_col, rows, cols, R, C, 8)
         width: tl.constexpr = 128 if SQUARE else 1
         wide = (cols + width - 1) // width
         if TURNED:
@@ -209,10 +232,12 @@ def quantize_blockwise(
 def dequantize(
     codes, scales, out, rows, k, code_stride, width, BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, HAS_INF: tl.constexpr,
-    ZERO_SIGN: tl.constexpr, E8M0: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
-    K_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    ZERO_SIGN: tl.constexpr, SCALE: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    K_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, whole=None,
+    BY_ROWS: tl.constexpr = False,
 ):
-    """Values [rows, k] of codes in layout "rows", or "cols" (K_FIRST), rounded once."""
+    """Values [rows, k] of codes in layout "rows", or "cols" (K_FIRST), rounded once, and with a
+    tensor scale to fp32 before."""
     r = tl.program_id(1) * R + tl.arange(0, R)
     c = tl.program_id(0) * C + tl.arange(0, C)
     there = (r < rows)[:, None] & (c < k)[None, :]
@@ -223,6 +248,12 @@ def dequantize(
     elif BITS == 4:
         code = tl.load(codes + r64 * code_stride + c[None, :] // 2, mask=there, other=0)
         code = (code >> ((c % 2) * 4)[None, :].to(tl.uint8)) & 15
+        at = r64 // HEIGHT * width + c[None, :] // BLOCK
+    elif BITS == 6:
+        byte, shift = codes + r64 * code_stride + (6 * c // 8)[None, :], (6 * c % 8)[None, :]
+        code = tl.load(byte, mask=there, other=0).to(tl.int32)
+        code |= tl.load(byte + 1, mask=there & (shift > 2), other=0).to(tl.int32) << 8
+        code = (code >> shift) & 63
         at = r64 // HEIGHT * width + c[None, :] // BLOCK
     else:
         code = tl.load(codes + r64 * code_stride + c[None, :], mask=there, other=0)
@@ -242,11 +273,14 @@ def dequantize(
     if not ZERO_SIGN:
         bits = tl.where(code == sign_bit, 0x7FC00000, bits)
     scale = tl.load(scales + at, mask=there, other=0)
-    if E8M0:
+    if SCALE == "e8m0":
         exponent = scale.to(tl.int32) - 127
         half = exponent >> 1
         value = as_float(bits) * power_of_two(half) * power_of_two(exponent - half)
         value = as_float(tl.where(scale == 255, 0x7FC00000, as_bits(value)))
-    else:
+    elif SCALE == "fp32":
         value = as_float(bits) * scale
+    else:
+        value = as_float(bits) * e4m3_value(scale.to(tl.int32))
+        value *= tl.load(whole + (r if BY_ROWS else r * 0), mask=r < rows, other=0.0)[:, None]
     tl.store(out + r64 * k + c[None, :], rounded(value, out.dtype.element_ty), mask=there)

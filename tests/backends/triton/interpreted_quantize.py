@@ -1,0 +1,119 @@
+"""What test_triton.py runs in a process of its own: quantizers and fused steps in Triton's
+interpreter, beside plain torch. usage: python interpreted_quantize.py <case>"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(sys.prefix, "aside_triton")))
+
+from te_mx.backends.triton import gemm as _gemm  # noqa: F401  (kernels are registered)
+from te_mx.conformance import inputs
+from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.kernels import Kernel, kernels
+from te_mx.dispatch.run import reference
+from te_mx.formats import get
+
+SEED = torch.tensor([-0x123456789ABCDEF])
+# The columns of each input, and every so many of its rows of 96, from one on.
+PARTS = {"exponents": (96, 17, 3), "ties": (384, 25, 1), "spread": (288, 19, 0),
+         "special": (96, 4, 3)}  # fmt: skip
+
+
+def triton_of(op: str) -> Kernel:
+    return next(one for one in kernels(op) if one.name == "triton")
+
+
+def sample(dtype: str, *names: str) -> torch.Tensor:
+    """Rows of inputs of the conformance set, whose blocks of 32 stay whole."""
+    rows = []
+    for name in names or inputs.INPUTS:
+        width, step, first = PARTS[name]
+        rows.append(inputs.make(name, dtype)[:, :width].reshape(-1, 96)[first::step])
+    return torch.cat(rows)[:-1, :93]
+
+
+def same(what: Quantize, *outs: torch.dtype) -> None:
+    """The bytes of a call are those of plain torch, and so are the values in some dtypes."""
+    both = [one.run(what) for one in (triton_of("quantize"), reference("quantize"))]
+    for side in ("row", "col"):
+        mine, other = (getattr(one, side) for one in both)
+        assert (mine is None) == (other is None)
+        if mine is None:
+            continue
+        for part in ("codes", "scales", "tensor_scale"):
+            parts = getattr(mine, part), getattr(other, part)
+            if parts[1] is not None:
+                assert parts[0].shape == parts[1].shape
+                assert torch.equal(*(one.nan_to_num(7) for one in parts)), (what[1:5], side, part)
+        for out in outs:
+            values = triton_of("dequantize").run(mine, out), other.values(out)
+            assert torch.equal(*(one.nan_to_num(7) for one in values)), (what[1:5], side, out)
+
+
+def ways(fmt: str, rules: tuple[str, ...], i: int) -> tuple[str, str]:
+    """Where columns lie, and what values are rounded to, in turns."""
+    return f"{fmt}@{('rows', 'cols')[i % 2]}", (torch.float32, torch.bfloat16)[i // 2 % 2]
+
+
+def test_bytes() -> None:
+    formats = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"
+    x = {dtype: sample(dtype) for dtype in inputs.DTYPES}
+    for fmt, dtype in itertools.product(formats, inputs.DTYPES):
+        rules = get(fmt).scaling.rules
+        for i, rule in enumerate(rules):
+            col, out = ways(fmt, rules, i + (dtype == "bf16"))
+            same(Quantize(x[dtype], f"{fmt}@rows", col, rule, True), out)
+    wide = [inputs.make(name, "fp32")[2::13, -161:] for name in ("spread", "special")]
+    formats = "fp8_e4m3_1x128", "fp8_e5m2_128x128", "fp8_e4m3fnuz_1x128", "fp8_e5m2fnuz_128x128"
+    for fmt, one in itertools.product(formats, (*wide, x["bf16"])):
+        rules = get(fmt).scaling.rules
+        for i, rule in enumerate(rules):
+            col, out = ways(fmt, rules, i)
+            same(Quantize(one, f"{fmt}@rows", col, rule), out)
+
+
+def test_nvfp4() -> None:
+    """All writers' rules, of blocks of a row and of 16 rows, with a scale of the tensor and of each
+    row; the largest magnitudes of inputs are far apart, so each is a matrix."""
+    halves = ("ties", "spread"), ("exponents", "special")
+    x = [sample(dtype, *half) for dtype, half in itertools.product(inputs.DTYPES, halves)]
+    for i, rule in enumerate(get("nvfp4").scaling.rules):
+        for one in (x[i % 2], x[2 + i % 2], x[1 - i % 2][:17]):
+            col, out = ways("nvfp4", (), i)
+            same(Quantize(one, "nvfp4@rows", col, rule), out)
+    for i, (fmt, rule) in enumerate(
+        itertools.product(("nvfp4_16x16", "nvfp4_rows"), ("te", "te_4over6", "te_4over6_mse_448"))
+    ):
+        col, out = ways(fmt, (), i)
+        same(Quantize(x[i % 4][:21], f"{fmt}@rows", col, rule), out)
+
+
+def test_random() -> None:
+    """Stochastic rounding and transforms, each direction with its own."""
+    torch.manual_seed(0)
+    x = torch.randn(33, 97) * torch.exp2(torch.randint(-9, 9, (33, 97)).float())
+    x[3, 40:80] = 0.0
+    x[7, 5] = torch.inf
+    for i, (fmt, row, col, rule) in enumerate((
+        ("mxfp8_e4m3", "", "", "rceil+sr"), ("mxfp8_e5m2", "", "", "floor+sr"),
+        ("mxfp4", "", "+rht32:0x9abcdef1", "rceil+sr"), ("mxfp6_e3m2", "", "", "even+sr"),
+        ("mxfp4", "+rht16:0x1234abcd", "+rht32:0xffff0001", "floor"),
+        ("nvfp4", "", "+rht16:0x1234abcd", "te+sr"), ("nvfp4_16x16", "", "", "te+sr"),
+        ("nvfp4", "+rht32:0x9abcdef1", "+rht16:0xffff0001", "torchao"),
+        ("nvfp4", "+rht16:0x1234abcd", "", "compressed_tensors"),
+    )):  # fmt: skip
+        one = x.to((torch.bfloat16, torch.float32)[i % 2])
+        what = Quantize(one, f"{fmt}{row}@rows", f"{fmt}{col}@{('rows', 'cols')[i % 2]}", rule)
+        same(what._replace(seed=SEED, first=11) if rule.endswith("+sr") else what)
+    same(Quantize(x.half(), "", "nvfp4+rht16:0x1234abcd@rows", "te"), torch.float16)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    globals()[f"test_{sys.argv[1]}"]()
