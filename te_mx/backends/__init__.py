@@ -14,6 +14,6 @@ for _name in (
     "reference.grouped", "reference.moe", "reference.quantize", "sm90.blockwise", "sm90.codes",
     "sm90.cost", "sm90.decode", "sm90.experts", "sm90.fused", "sm90.gemm", "sm90.grouped",
     "sm90.layer", "sm90.linear", "sm90.moe", "sm90.nvfp4", "sm90.quantize", "sm90.rest",
-    "triton.gemm", "triton.grouped", "triton.quantize", "vendor.gemm",
+    "triton.fused", "triton.gemm", "triton.grouped", "triton.quantize", "vendor.gemm",
 ):  # fmt: skip
     import_module(f"te_mx.backends.{_name}")

@@ -127,6 +127,7 @@ def launch(
     if fmt is None:
         fmt, rule = formats.get(_VALUES[0]), _VALUES[1]
     words = step | of_rule(fmt, rule) | {"rows": rows, "cols": cols, "enable_fp_fusion": False}
+    words["TO"] = binding.dtype_of(dtype)
     height, width, warps = 32, 128 if fmt.element.bits == 8 else 64, 2
     family = {"e8m0": "mx", "e4m3": "nvfp4", "fp32": "blockwise"}[fmt.scaling.scale]
     if family == "blockwise":
@@ -139,7 +140,7 @@ def launch(
         casts = fmt.element.bits == 8 and not words["RANDOM"]
         words["HARDWARE"] = casts and binding.casts(device.index or 0)
     if family == "nvfp4":
-        words |= _largest(words, row, col, binding.dtype_of(dtype))
+        words |= _largest(words, row, col)
     for side, one in (("row", row), ("col", col)):
         # What is not written is something that is not touched.
         words[f"{side}_codes"] = x if one is None else one.codes
@@ -153,9 +154,7 @@ def launch(
     return row, col
 
 
-def _largest(
-    words: dict[str, Any], row: Operand | None, col: Operand | None, dtype: Any
-) -> dict[str, Any]:
+def _largest(words: dict[str, Any], row: Operand | None, col: Operand | None) -> dict[str, Any]:
     """The largest magnitudes of both directions, for the quantizer of NVFP4; of one for both where
     they are the same."""
     x, by_rows = words["x"], words["BY_ROWS"]
@@ -166,10 +165,10 @@ def _largest(
     asked = {name: word for name, word in words.items() if name not in _NOT_AMAX}
     binding.kernels("nvfp4").amax[cdiv(words["cols"], width), cdiv(words["rows"], height)](
         row_amax=found[0], col_amax=found[1], ROW=not apart or row is not None,
-        COL=apart and col is not None, TO=dtype, R=height, C=width, **asked,
+        COL=apart and col is not None, R=height, C=width, **asked,
     )  # fmt: skip
     return {
-        "row_amax": found[0], "col_amax": found[1 if apart else 0], "TO": dtype,
+        "row_amax": found[0], "col_amax": found[1 if apart else 0],
         "row_whole": x if row is None else row.tensor_scale,
         "col_whole": x if col is None else col.tensor_scale,
     }  # fmt: skip

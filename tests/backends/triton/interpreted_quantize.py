@@ -1,5 +1,5 @@
 """What test_triton.py runs in a process of its own: quantizers and fused steps in Triton's
-interpreter, beside plain torch. usage: python interpreted_quantize.py <case>"""
+interpreter, beside plain torch. usage: python interpreted_quantize.py <case> .."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import itertools
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.append(str(Path(sys.prefix, "aside_triton")))
 
-from te_mx.backends.triton import gemm as _gemm  # noqa: F401  (kernels are registered)
 from te_mx.conformance import inputs
+from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.fused import ACTIVATIONS, Activation, ActStep, Norm, NormStep, Target
 from te_mx.dispatch.kernels import Kernel, kernels
+from te_mx.dispatch.problem import Place, Problem
 from te_mx.dispatch.run import reference
 from te_mx.formats import get
+from te_mx.layouts.operand import Quantized
 
 SEED = torch.tensor([-0x123456789ABCDEF])
 # The columns of each input, and every so many of its rows of 96, from one on.
-PARTS = {"exponents": (96, 17, 3), "ties": (384, 25, 1), "spread": (288, 19, 0),
-         "special": (96, 4, 3)}  # fmt: skip
+PARTS = {"exponents": (96, 37, 3), "ties": (384, 35, 1), "spread": (288, 41, 0),
+         "special": (96, 9, 3)}  # fmt: skip
 
 
 def triton_of(op: str) -> Kernel:
@@ -56,7 +60,7 @@ def same(what: Quantize, *outs: torch.dtype) -> None:
             assert torch.equal(*(one.nan_to_num(7) for one in values)), (what[1:5], side, out)
 
 
-def ways(fmt: str, rules: tuple[str, ...], i: int) -> tuple[str, str]:
+def ways(fmt: str, i: int) -> tuple[str, torch.dtype]:
     """Where columns lie, and what values are rounded to, in turns."""
     return f"{fmt}@{('rows', 'cols')[i % 2]}", (torch.float32, torch.bfloat16)[i // 2 % 2]
 
@@ -65,16 +69,14 @@ def test_bytes() -> None:
     formats = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"
     x = {dtype: sample(dtype) for dtype in inputs.DTYPES}
     for fmt, dtype in itertools.product(formats, inputs.DTYPES):
-        rules = get(fmt).scaling.rules
-        for i, rule in enumerate(rules):
-            col, out = ways(fmt, rules, i + (dtype == "bf16"))
+        for i, rule in enumerate(get(fmt).scaling.rules):
+            col, out = ways(fmt, i + (dtype == "bf16"))
             same(Quantize(x[dtype], f"{fmt}@rows", col, rule, True), out)
     wide = [inputs.make(name, "fp32")[2::13, -161:] for name in ("spread", "special")]
     formats = "fp8_e4m3_1x128", "fp8_e5m2_128x128", "fp8_e4m3fnuz_1x128", "fp8_e5m2fnuz_128x128"
     for fmt, one in itertools.product(formats, (*wide, x["bf16"])):
-        rules = get(fmt).scaling.rules
-        for i, rule in enumerate(rules):
-            col, out = ways(fmt, rules, i)
+        for i, rule in enumerate(get(fmt).scaling.rules):
+            col, out = ways(fmt, i)
             same(Quantize(one, f"{fmt}@rows", col, rule), out)
 
 
@@ -84,14 +86,14 @@ def test_nvfp4() -> None:
     halves = ("ties", "spread"), ("exponents", "special")
     x = [sample(dtype, *half) for dtype, half in itertools.product(inputs.DTYPES, halves)]
     for i, rule in enumerate(get("nvfp4").scaling.rules):
-        for one in (x[i % 2], x[2 + i % 2], x[1 - i % 2][:17]):
-            col, out = ways("nvfp4", (), i)
+        for one in (x[i % 4], x[3 - i % 4]):
+            col, out = ways("nvfp4", i)
             same(Quantize(one, "nvfp4@rows", col, rule), out)
     for i, (fmt, rule) in enumerate(
         itertools.product(("nvfp4_16x16", "nvfp4_rows"), ("te", "te_4over6", "te_4over6_mse_448"))
     ):
-        col, out = ways(fmt, (), i)
-        same(Quantize(x[i % 4][:21], f"{fmt}@rows", col, rule), out)
+        col, out = ways(fmt, i)
+        same(Quantize(x[i % 4], f"{fmt}@rows", col, rule), out)
 
 
 def test_random() -> None:
@@ -114,6 +116,78 @@ def test_random() -> None:
     same(Quantize(x.half(), "", "nvfp4+rht16:0x1234abcd@rows", "te"), torch.float16)
 
 
+def plan_of(op: str, x: torch.Tensor, target: Target) -> Any:
+    problem = Problem(
+        op, Place("cpu"), target.row, target.col, *x.shape, dtype=x.dtype, rule=target.rule
+    )
+    assert triton_of(op).accepts(problem) is None
+    return triton_of(op).plan(problem)
+
+
+def parts_of(made: Quantized) -> list[torch.Tensor | None]:
+    sides = [(None,) * 3 if one is None else (*one[:2], one.tensor_scale) for one in made[:2]]
+    return [*sides[0], *sides[1], made.col_sum]
+
+
+TARGETS = (
+    Target("mxfp8_e4m3@rows", "mxfp8_e4m3@cols", "rceil"),
+    Target("nvfp4@rows", "nvfp4+rht16:0x1234abcd@rows", "te"),
+    Target("fp8_e4m3_1x128@rows", "fp8_e4m3_1x128@cols", "pow2", True),
+    Target("mxfp4@rows", "", "even+sr", False, SEED), Target("", "", "rceil", True),
+    Target("mxfp8_e4m3@rows", "mxfp8_e5m2@cols", "rceil"),  # not in one read
+)  # fmt: skip
+
+
+def test_norms() -> None:
+    """The bits of plain torch."""
+    torch.manual_seed(0)
+    for i, target in enumerate((*TARGETS, TARGETS[0])):
+        kind = ("LayerNorm", "RMSNorm")[i % 2]
+        dtype = (torch.float32, torch.bfloat16)[i // 2 % 2]
+        x, dz = (torch.randn(17, 300).to(dtype) * 3 + 1 for _ in range(2))
+        x[5, 7] = torch.inf if i % 3 == 0 else 0.0
+        weight, bias = torch.randn(300), torch.randn(300) if kind == "LayerNorm" else None
+        step = NormStep(x, weight, bias, Norm(kind, 1e-5), torch.bfloat16, i % 2 == 0, target)
+        made = plan_of("norm_quantize", x, target)(step)
+        expected = reference("norm_quantize").run(step)
+        parts = [[*one[:3], *parts_of(one.quantized)] for one in (made, expected)]
+        back = [
+            one.run(dz, x, weight, expected.mean, expected.rstd, dtype)
+            for one in (triton_of("norm_backward"), reference("norm_backward"))
+        ]
+        parts[0] += back[0]
+        parts[1] += back[1]
+        for j, (mine, other) in enumerate(zip(*parts, strict=True)):
+            assert (mine is None) == (other is None), (step.norm, target, j)
+            if j in (9, 11, 12):  # sums over rows, in another order
+                mine, other = (None if one is None else one.nan_to_num(0) for one in (mine, other))
+                assert mine is None or torch.allclose(mine, other, rtol=1e-5, atol=1e-5), j
+            elif mine is not None:
+                assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7)), (kind, target, j)
+
+
+def test_activations() -> None:
+    """Values near those of plain torch, the same where nothing is transcendental, and their
+    bytes."""
+    torch.manual_seed(0)
+    names = [name for name in ACTIVATIONS if Activation(name).gated] + ["gelu_erf", "srelu"]
+    cases = itertools.product(names, (False, True))
+    for i, (name, backward) in enumerate(cases):
+        target, act = TARGETS[i % len(TARGETS)], Activation(name, 2.0)
+        h = torch.randn(19, 42 * (2 if act.gated else 1)) * 3
+        grad = torch.randn(19, 42) if backward else None
+        step = ActStep(h, grad, act, torch.bfloat16, True, target)
+        made = plan_of("act_quantize", h, target)(step)
+        expected = reference("act_quantize").run(step)
+        far = 0.0 if act.base in ("relu", "srelu") else 0.01
+        assert torch.allclose(made.out, expected.out, rtol=far, atol=5e-3 * far), (name, backward)
+        again = run.quantized(made.out, target)
+        for mine, other in zip(parts_of(made.quantized), parts_of(again), strict=True):
+            assert (mine is None) == (other is None)
+            assert mine is None or torch.equal(mine, other), (name, backward, target)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    globals()[f"test_{sys.argv[1]}"]()
+    for case in sys.argv[1:]:
+        globals()[f"test_{case}"]()

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from te_mx import formats
 from te_mx.backends.triton import quantize as quantizers
-from te_mx.backends.triton.kernels import gemm, nvfp4, quantize
+from te_mx.backends.triton.kernels import gemm, nvfp4, quantize, steps
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
@@ -154,10 +154,31 @@ def products(targets: Iterable[str] = TARGETS) -> list[Made]:
     return [products_of(pair, target) for target in targets for pair in PAIRS]
 
 
+def steps_of(target: str) -> list[Made]:
+    """The fused steps: a norm and a gated derivative, and the sums of norms both ways."""
+    kind, one = TARGETS[target], formats.get("mxfp8_e4m3")
+    words = quantizers.of_rule(one, "rceil") | {"ROW": True, "COL": True, "TURNED": False}
+    words |= {"HARDWARE": False, "R": 32, "C": 128, "num_warps": 2, "TO": nvfp4.tl.bfloat16}
+    pointers = dict.fromkeys(("row_codes", "col_codes", "row_scales", "col_scales"), "*u8")
+    pointers |= {"x": "*bf16", "out": "*bf16"}
+    of_norm = dict.fromkeys(("mean", "rstd", "weight", "bias"), "*fp32")
+    sums = {"x": "*bf16", "inverse": "fp32", "eps": "fp32"} | of_norm
+    back = {"dz": "*bf16", "dx": "*bf16", "dweight": "*fp32", "dbias": "*fp32"}
+    norm, act = {"STEP": "norm"}, {"STEP": "dact", "ACT": "clamped_silu", "GATED": True}
+    mx = quantize.quantize_mx
+    return [
+        _made("norm", target, mx, words | norm, pointers | of_norm, kind),
+        _made("dact", target, mx, words | act, pointers | {"grad": "*bf16"}, kind),
+        _made("norm_sums", target, steps.norm_sums, {"R": 4}, sums, kind),
+        _made("norm_backward", target, steps.norm_backward, {"R": 16}, sums | back, kind),
+    ]
+
+
 def quantizers_of(target: str) -> list[Made]:
     ways = [("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("fp8_e4m3_1x128", "pow2")]
     ways += [("mxfp6_e3m2", "floor"), ("nvfp4", "te"), ("nvfp4_16x16", "te_4over6_mse")]
-    return [made for fmt, rule in ways for made in quantizer_of(fmt, rule, target)]
+    made = [one for fmt, rule in ways for one in quantizer_of(fmt, rule, target)]
+    return made + steps_of(target)
 
 
 def row(target: str) -> str:

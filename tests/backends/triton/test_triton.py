@@ -18,15 +18,15 @@ TRITON = pytest.mark.skipif(not _found, reason="Triton is not installed")
 
 @TRITON
 @pytest.mark.parametrize("case", ["products", "groups", "modules"])
-def test_interpreted(case, file="interpreted.py"):
-    made = run_file(HERE / file, case, TRITON_INTERPRET="1", TE_MX_BACKEND="triton")
+def test_interpreted(case, *more, file="interpreted.py"):
+    made = run_file(HERE / file, case, *more, TRITON_INTERPRET="1", TE_MX_BACKEND="triton")
     assert made.returncode == 0, made.stderr[-3000:]
 
 
 @TRITON
-@pytest.mark.parametrize("case", ["bytes", "nvfp4", "random"])
-def test_interpreted_quantizers(case):
-    test_interpreted(case, "interpreted_quantize.py")
+@pytest.mark.parametrize("cases", [("bytes", "random"), ("nvfp4", "norms", "activations")])
+def test_interpreted_quantizers(cases):
+    test_interpreted(*cases, file="interpreted_quantize.py")
 
 
 @TRITON

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from te_mx.backends.triton.kernels.encode import bits_of, rounded
-from te_mx.backends.triton.kernels.gemm import _gelu, _gelu_derivative
 
 
 @triton.jit
@@ -28,8 +27,10 @@ def _slope(ACT: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _value(x, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    if ACT == "gelu" or ACT == "gelu_erf":
-        return _gelu(x, ACT == "gelu_erf")
+    if ACT == "gelu":
+        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    if ACT == "gelu_erf":
+        return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     if ACT == "relu":
         return tl.where(x < 0, 0.0, x)
     if ACT == "srelu":
@@ -44,8 +45,12 @@ def _value(x, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _derivative(x, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    if ACT == "gelu" or ACT == "gelu_erf":
-        return _gelu_derivative(x, ACT == "gelu_erf")
+    if ACT == "gelu":
+        s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return s + x * (s * (1.0 - s)) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    if ACT == "gelu_erf":
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) + x * density
     if ACT == "relu":
         return tl.where(x > 0, 1.0, 0.0)
     if ACT == "srelu":
@@ -149,12 +154,12 @@ def _lane_sum(lanes, R: tl.constexpr):
 
 @triton.jit
 def norm_sums(
-    x, mean, rstd, rows, cols, stride, inverse, eps, LAYER: tl.constexpr, R: tl.constexpr
+    x, mean, rstd, rows, cols, stride, inverse, eps, R: tl.constexpr
 ):
-    """mean (LAYER) and 1 / sqrt(variance + eps) of rows."""
+    """mean (None: taken as zero) and 1 / sqrt(variance + eps) of rows."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     center = tl.zeros((R, 1), tl.float32)
-    if LAYER:
+    if mean is not None:
         lanes = tl.zeros((R, 256), tl.float32)
         for first in range(0, cols, 256):
             c = first + tl.arange(0, 256)
