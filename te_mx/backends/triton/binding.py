@@ -17,7 +17,8 @@ from te_mx.formats.element import Element
 
 NAME, RANK = "triton", 500
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
-NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # for products of single matrices
+NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # for products
+_PRODUCTS = "gemm", "gemm_rows", "gemm_k", "moe_gemm"
 LAYOUTS = ("rows", "cols")
 # Interpreted kernels run on CPU tensors, for tests.
 INTERPRETED = "TRITON_INTERPRET"
@@ -41,7 +42,7 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     device = problem.place.device
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
-    formats = MX + BLOCKWISE + (NVFP4 if problem.op == "gemm" else ())
+    formats = MX + BLOCKWISE + (NVFP4 if problem.op in _PRODUCTS else ())
     reason = missing() or unknown(problem, LAYOUTS + layouts, formats, problem.op == "quantize")
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"

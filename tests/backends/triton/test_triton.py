@@ -17,7 +17,7 @@ TRITON = pytest.mark.skipif(not _found, reason="Triton is not installed")
 
 
 @TRITON
-@pytest.mark.parametrize("case", ["bytes", "random", "products", "groups", "modules"])
+@pytest.mark.parametrize("case", ["bytes", "random", "products", "groups", "routed", "modules"])
 def test_interpreted(case):
     made = run_file(HERE / "interpreted.py", case, TRITON_INTERPRET="1", TE_MX_BACKEND="triton")
     assert made.returncode == 0, made.stderr[-3000:]
