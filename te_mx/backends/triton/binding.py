@@ -19,8 +19,9 @@ from te_mx.layouts import spec_of
 
 NAME, RANK = "triton", 500
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
-NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # but for groups
+NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # but for quantizers of groups
 MXFP6 = ("mxfp6_e2m3", "mxfp6_e3m2")  # but for products
+_PRODUCTS = "gemm", "gemm_rows", "gemm_k", "moe_gemm"
 LAYOUTS = ("rows", "cols")
 # Interpreted kernels run on CPU tensors, for tests.
 INTERPRETED = "TRITON_INTERPRET"
@@ -45,7 +46,7 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
     reads, random = problem.op == "dequantize", problem.op == "quantize"
-    formats = MX + BLOCKWISE + (NVFP4 if reads or random or problem.op == "gemm" else ())
+    formats = MX + BLOCKWISE + (NVFP4 if reads or random or problem.op in _PRODUCTS else ())
     formats += MXFP6 if reads or random else ()
     if random:
         problem = problem._replace(rule="rceil")  # all rules of each

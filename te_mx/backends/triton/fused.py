@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import why_not_dtype
-from te_mx.backends.reference.fused_math import inverse
+from te_mx.backends.reference.fused import inverse
 from te_mx.backends.triton import binding
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.backends.triton.quantize import launch, rows_of, why_not

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import why_not_dtype
-from te_mx.backends.triton import binding
+from te_mx.backends.triton import binding, tiles
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel, Wants
@@ -17,12 +17,9 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 
-# By (MX, few rows): BM, BN, BK, warps, stages.
-_TILES = {
-    (True, True): (16, 64, 128, 4, 4), (True, False): (128, 128, 64, 4, 4),
-    (False, True): (64, 64, 128, 4, 4), (False, False): (64, 128, 128, 4, 4),
-}  # fmt: skip
-_FEW_ROWS, _GROUP = 32, 8
+GROUP = 8  # tiles of rows that share columns of b in L2
+_FLAGS = "BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE"
+_ENDS = 16, 128  # rows and columns a program adds up the parts of
 
 
 def dtype_of(operand: Operand | Stack, decoded: str) -> Any:
@@ -48,21 +45,25 @@ def strides(operand: Operand | Stack) -> tuple[int, ...]:
     return operand.codes.stride()[-2:][::step] + operand.scales.stride()[-2:][::step]
 
 
-def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, few: bool) -> dict[str, Any]:
-    """What kernels ask of two operands."""
+def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, rows: int) -> dict[str, Any]:
+    """What kernels ask of two operands; rows: of a product, which tiles are chosen by."""
+    a_first, b_first = lhs.layout.k_first, rhs.layout.k_first
     mx = lhs.format.scaling.scale != "fp32"
     decoded = binding.decoded(lhs.format, rhs.format, lhs.codes.device)
-    bm, bn, bk, warps, stages = _TILES[mx, few]
     a_row, a_k, as_row, as_k = strides(lhs)
     b_row, b_k, bs_row, bs_k = strides(rhs)
+    tile = tiles.tile(lhs.codes.device.index or 0, mx, rows)
+    # Rows that lie behind each other and do not fill a tile are masked.
+    ragged = (a_first and lhs.rows % tile.m) or (b_first and rhs.rows % tile.n)
     return {
+        "EVEN": not (lhs.k % tile.k or ragged), "A_FIRST": a_first, "B_FIRST": b_first,
         "MX": mx, "DECODED": decoded, "A_BLOCK": lhs.format.block, "B_BLOCK": rhs.format.block,
         "A_LOOSE": _is_loose(lhs), "B_LOOSE": _is_loose(rhs),
         "a_row": a_row, "a_k": a_k, "b_row": b_row, "b_k": b_k, "as_row": as_row, "as_k": as_k,
         "bs_row": bs_row, "bs_k": bs_k, "A": dtype_of(lhs, decoded),
         "B": dtype_of(rhs, decoded),
         "A_HEIGHT": lhs.format.scaling.block[0], "B_HEIGHT": rhs.format.scaling.block[0],
-        "BM": bm, "BN": bn, "BK": bk, "num_warps": warps, "num_stages": stages,
+        **tile.options,
     }  # fmt: skip
 
 
@@ -72,6 +73,8 @@ def why_not_pair(problem: Problem, *layouts: str) -> str | None:
     if reason is not None:
         return reason
     lhs, rhs = spec_of(problem.lhs).format, spec_of(problem.rhs).format
+    if rhs.name == "nvfp4_rows":
+        return "takes tensor scales by rows on the left alone"
     if (lhs.scaling.scale == "fp32") != (rhs.scaling.scale == "fp32") or (
         lhs.transform != rhs.transform
     ):
@@ -88,51 +91,66 @@ class TritonGemm(Kernel):
     op, name, rank = "gemm", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.rhs.startswith("nvfp4_rows"):
-            return "takes tensor scales by rows on the left alone"
         return why_not_pair(problem)
 
     def wants(self, problem: Problem) -> Wants:
         return Wants("rows", "rows")
 
+    def parts(self, problem: Problem) -> int:
+        mx = spec_of(problem.lhs).format.scaling.scale != "fp32"
+        return tiles.parts(max(problem.place.index, 0), mx, problem.m, problem.n, problem.k)
+
     def run(self, p: Product) -> Ran:
         (bias, gelu, gelu_in, bias_grad, accumulate), (m, n) = p.epilogue, p.out.shape
-        words = multiplied(p.lhs, p.rhs, m <= _FEW_ROWS)
+        words = multiplied(p.lhs, p.rhs, m)
         # Sums over the rows of a result that is not rounded yet need it in fp32.
         whole = bias_grad == "result" and (p.out.dtype != torch.float32 or accumulate)
         direct = p.out.is_contiguous() and not whole
         out = p.out if direct else torch.empty_like(p.out, dtype=torch.float32).contiguous()
         aux = None if p.aux is None else p.aux.contiguous()  # its own memory, or room for it
-        binding.kernels("gemm").gemm[(cdiv(m, words["BM"]) * cdiv(n, words["BN"]),)](
-            p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, _or(bias, out),
-            _or(aux, out), _or(gelu_in, out), m, n, p.lhs.k, **words,
-            BIAS=bias is not None, AUX=aux is not None,
-            GELU=gelu is not None and gelu_in is None, DGELU=gelu_in is not None,
-            ERF=gelu == "erf", ACCUMULATE=accumulate and direct, GROUP=_GROUP,
-            EVEN=not (m % words["BM"] or n % words["BN"] or p.lhs.k % words["BK"]), **_wholes(p),
-        )  # fmt: skip
-        sums = None
+        ends = out, _or(bias, out), _or(aux, out), _or(gelu_in, out)
+        finish = {
+            "BIAS": bias is not None, "AUX": aux is not None,
+            "GELU": gelu is not None and gelu_in is None, "DGELU": gelu_in is not None,
+            "ERF": gelu == "erf", "ACCUMULATE": accumulate and direct, **wholes(p.lhs, p.rhs),
+        }  # fmt: skip
+        sides = p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales
+        count = cdiv(m, words["BM"]) * cdiv(n, words["BN"])
+        parts, kernels = 1, binding.kernels("gemm")
+        if p.mode.split_k:
+            parts = tiles.parts(out.device.index or 0, words["MX"], m, n, p.lhs.k)
+        if parts == 1:
+            kernels.gemm[(count,)](*sides, *ends, m, n, p.lhs.k, **words, **finish, GROUP=GROUP)
+        else:
+            sums = torch.empty((parts, m, n), dtype=torch.float32, device=out.device)
+            kernels.gemm[count, parts](
+                *sides, *(sums,) * 4, m, n, p.lhs.k, **words, **dict.fromkeys(_FLAGS, False),
+                GROUP=GROUP, SPLIT=True,
+            )  # fmt: skip
+            kernels.add_parts[cdiv(n, _ENDS[1]), cdiv(m, _ENDS[0])](
+                sums, *ends, m, n, parts, **finish, BM=_ENDS[0], BN=_ENDS[1]
+            )
+        bias_sums = None
         if bias_grad == "result":
-            sums = out.sum(0, dtype=torch.float32)
+            bias_sums = out.sum(0, dtype=torch.float32)
         elif bias_grad == "operand":
-            sums = p.lhs.values(torch.float32).sum(1)
+            bias_sums = p.lhs.values(torch.float32).sum(1)
         if not direct:
             p.out.copy_(out + p.out.float() if accumulate else out)
         if aux is not None and p.aux is not None and aux is not p.aux:
             p.aux.copy_(aux)
-        return Ran(self.name, sums)
+        return Ran(self.name, bias_sums)
 
 
-def _wholes(p: Product) -> dict[str, Any]:
-    """The tensor scales of both sides, where one has any."""
-    a, b = p.lhs.tensor_scale, p.rhs.tensor_scale
+def wholes(lhs: Operand, rhs: Operand | Stack) -> dict[str, Any]:
+    """The tensor scales of both sides, where one has any: of a stack and of tokens in groups those
+    of all groups."""
+    a, b = lhs.tensor_scale, rhs.tensor_scale
     if a is None and b is None:
         return {}
-    one = torch.ones((), device=p.out.device)
-    return {
-        "a_whole": one if a is None else a.contiguous(), "b_whole": one if b is None else b,
-        "by_rows": int(a is not None and a.dim() > 0), "WHOLE": True,
-    }  # fmt: skip
+    one = torch.ones(1, device=lhs.codes.device)
+    a, b = (one if side is None else side.contiguous() for side in (a, b))
+    return {"a_whole": a, "b_whole": b, "by_rows": int(a.dim() == 2), "WHOLE": True}
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from te_mx.backends.base import why_not_dtype
 from te_mx.backends.native import one_read
-from te_mx.backends.triton import binding, gemm
+from te_mx.backends.triton import binding, gemm, tiles
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
+from te_mx.backends.triton.gemm import GROUP, wholes
 from te_mx.backends.triton.quantize import of_rule
 from te_mx.dispatch.calls import GroupedK, GroupedRows, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, scale_rows
 from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
-
-_GROUP = 8
 
 
 def _why_not_ends(problem: Problem) -> str | None:
@@ -46,17 +45,18 @@ class TritonGemmRows(Kernel):
     def run(self, p: GroupedRows) -> str:
         rows, n = p.out.shape
         starts, ends = device_bounds(*p.groups, rows)
-        words = gemm.multiplied(p.lhs, p.rhs, rows <= 32 * len(ends))
+        words = gemm.multiplied(p.lhs, p.rhs, cdiv(rows, len(ends)))
         slots = scale_rows(rows, len(ends), words["BM"])
-        out = torch.zeros_like(p.out, memory_format=torch.contiguous_format)
+        out = p.out.contiguous().zero_()
         bias = out if p.bias is None else p.bias.contiguous()
         binding.kernels("grouped").gemm_rows[(slots * cdiv(n, words["BN"]),)](
             p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, bias, starts, ends,
             len(ends), slots * words["BM"], n, p.lhs.k, b_group=p.rhs.codes.stride(0),
-            bs_group=p.rhs.scales.stride(0), **words, BIAS=p.bias is not None, GROUP=_GROUP,
-            MOST=_power(len(ends)),
+            bs_group=p.rhs.scales.stride(0), **words, BIAS=p.bias is not None, GROUP=GROUP,
+            MOST=_power(len(ends)), **wholes(p.lhs, p.rhs),
         )  # fmt: skip
-        p.out.copy_(out)
+        if out is not p.out:
+            p.out.copy_(out)
         return self.name
 
 
@@ -72,12 +72,48 @@ class TritonGemmK(Kernel):
     def run(self, p: GroupedK) -> str:
         groups, m, n = p.out.shape
         starts, ends = device_bounds(*p.groups, p.lhs.k)
-        words = gemm.multiplied(p.lhs, p.rhs, False)
+        words = gemm.multiplied(p.lhs, p.rhs, m) | {"EVEN": False}
         out = p.out.contiguous()
         binding.kernels("grouped").gemm_k[cdiv(m, words["BM"]) * cdiv(n, words["BN"]), groups](
             p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, starts, ends, m, n, **words,
-            ACCUMULATE=p.accumulate, BLOCK=p.lhs.format.block, GROUP=_GROUP,
+            ACCUMULATE=p.accumulate, BLOCK=p.lhs.format.block, GROUP=GROUP,
+            **wholes(p.lhs, p.rhs),
         )  # fmt: skip
+        if out is not p.out:
+            p.out.copy_(out)
+        return self.name
+
+
+class TritonRouted(Kernel):
+    """Rows that lists route to experts, in one launch: weights are read once a block of a list."""
+
+    op, name, rank = "moe_gemm", NAME, RANK
+
+    def accepts(self, problem: Problem) -> str | None:
+        return gemm.why_not_pair(problem)
+
+    def run(self, p: RoutedGemm) -> str:
+        ids, experts, count, block_m, a_div, _ = p.routing
+        routed, n = p.out.shape
+        # Without a list every row is a block.
+        size, blocks = (
+            (block_m, len(experts)) if ids is not None else (1, min(routed, len(experts)))
+        )
+        words = gemm.multiplied(p.lhs, p.rhs, size)
+        few = tiles.tile(p.out.device.index or 0, words["MX"], 1).m
+        words["BM"] = min(max(words["BM"], 32), max(few, _power(size)))
+        grid = blocks * cdiv(size, words["BM"]) * cdiv(n, words["BN"])
+        out, experts = p.out.contiguous(), experts.contiguous()
+        bias, weights = (out if one is None else one.contiguous() for one in (p.bias, p.weights))
+        if grid:
+            binding.kernels("grouped").gemm_routed[(grid,)](
+                p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, bias, weights,
+                experts if ids is None else ids, experts, count, p.lhs.rows, routed, blocks,
+                0 if ids is None else len(ids), n, p.lhs.k, block_m, size, a_div, p.rhs.groups,
+                b_group=p.rhs.codes.stride(0), bs_group=p.rhs.scales.stride(0), **words,
+                LISTED=ids is not None, BIAS=p.bias is not None, WEIGHTED=p.weights is not None,
+                GROUP=GROUP, **wholes(p.lhs, p.rhs),
+            )  # fmt: skip
         if out is not p.out:
             p.out.copy_(out)
         return self.name
@@ -128,4 +164,5 @@ def _zeros(spec: str, rows: int, k: int, groups: int, x: Tensor) -> Operand:
 
 register(TritonGemmRows())
 register(TritonGemmK())
+register(TritonRouted())
 register(TritonQuantizeGroups())

@@ -1,4 +1,5 @@
-"""GEMMs by torch.nn.functional.scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+"""GEMMs by torch.nn.functional.scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp) and
+scaled_grouped_mm (GroupedBlas.cpp beside it)."""
 
 from __future__ import annotations
 
@@ -11,30 +12,62 @@ from torch import Tensor
 from te_mx.backends import base
 from te_mx.backends.native import BLOCKWISE
 from te_mx.backends.reference import gemm
-from te_mx.backends.vendor.layouts import SWIZZLED, of_rows, of_squares
-from te_mx.dispatch.calls import Epilogue, Product, Ran
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.backends.vendor.layouts import SWIZZLED, of_groups, of_rows, of_squares, of_stack
+from te_mx.dispatch.calls import Epilogue, GroupedRows, Product, Ran
+from te_mx.dispatch.groups import device_bounds, inside_groups
+from te_mx.dispatch.kernels import Kernel, Wants, kernels
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 
-_MX = ("mxfp8_e4m3", "mxfp8_e5m2")
-# The first major of GPUs that multiply a format by cuBLAS, and the one behind the last.
-_GPUS = dict.fromkeys((*_MX, "nvfp4"), (10, 13))
-# Torch 2.11 refuses blocks of E5M2 on an H200.
+# The first major of GPUs that multiply a format by cuBLAS, and the one behind the last; torch
+# takes E4M3 alone, in blocks of any kind.
+_GPUS = dict.fromkeys(("mxfp8_e4m3", "nvfp4"), (10, 13))
 _GPUS |= {name: (9, 10) for name in BLOCKWISE if name.startswith("fp8_e4m3_")}
+AMD, _AMD = "gfx950", ("mxfp8_e4m3", "mxfp4")
+_GROUPED = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 _MULTIPLE = 16
 
 
 @lru_cache(maxsize=64)
-def capability(index: int) -> int | None:
-    """The major of a CUDA GPU; None where torch has no scaled_mm, there is none, or it is AMD's."""
-    if torch.version.hip is not None or not hasattr(torch.nn.functional, "scaled_mm"):
+def capability(index: int) -> int | str | None:
+    """The major of a CUDA GPU, or AMD; None where torch has no scaled_mm for it."""
+    if not hasattr(torch.nn.functional, "scaled_mm"):
         return None
     if not (torch.cuda.is_available() and 0 <= index < torch.cuda.device_count()):
         return None
-    return torch.cuda.get_device_capability(index)[0]
+    if torch.version.hip is None:
+        return torch.cuda.get_device_capability(index)[0]
+    return AMD if AMD in torch.cuda.get_device_properties(index).gcnArchName else None
+
+
+@lru_cache(maxsize=64)
+def groups(index: int) -> bool:
+    """Whether torch multiplies groups with block scales on a GPU: B200 alone, and where it was
+    built with MSLK."""
+    if torch.version.hip is not None or capability(index) is None:
+        return False
+    built = any(one in torch.__config__.show() for one in ("USE_MSLK", "USE_FBGEMM_GENAI"))
+    return built and torch.cuda.get_device_capability(index) == (10, 0)
+
+
+def behind(kernel: Kernel, problem: Problem) -> Any:
+    """The plan of the kernel that comes next, for what no problem says; None for the reference."""
+    names = [one.name for one in kernels(kernel.op)]
+    rest = kernels(kernel.op)[names.index(kernel.name) + 1 :]
+    found = next(one for one in rest if one.declines(problem) is None)
+    return None if found is rest[-1] else found.plan(problem)
+
+
+def why_not_rows(problem: Problem) -> str | None:
+    """Why torch does not multiply two operands as they lie, here."""
+    if problem.place.device != "cuda" or base.forced == "triton":
+        return "runs on CUDA, where TE_MX_BACKEND does not say triton"
+    specs = spec_of(problem.lhs), spec_of(problem.rhs)
+    if any(one.layout.name not in ("rows", "any", SWIZZLED.name) for one in specs):
+        return "takes operands that lie by rows (TN)"
+    return "takes matrices that are not empty" if problem.empty else None
 
 
 class ScaledMM(Kernel):
@@ -43,31 +76,51 @@ class ScaledMM(Kernel):
     op, name, rank = "gemm", "torch_scaled_mm", 400
 
     def accepts(self, problem: Problem) -> str | None:
-        place, sizes = problem.place, (problem.m, problem.n, problem.k)
-        if place.device != "cuda" or base.forced == "triton":
-            return "runs on CUDA, where TE_MX_BACKEND does not say triton"
-        lhs, rhs = spec_of(problem.lhs), spec_of(problem.rhs)
-        names = lhs.format.name, rhs.format.name
+        reason, (m, n, k) = why_not_rows(problem), (problem.m, problem.n, problem.k)
+        if reason is not None:
+            return reason
+        lhs, rhs = spec_of(problem.lhs).format, spec_of(problem.rhs).format
+        names, kind = (lhs.name, rhs.name), capability(problem.place.index)
+        if kind == AMD:
+            return self._accepts_amd(problem, names)
         majors = {_GPUS.get(name) for name in names}
-        if None in majors or len(majors) > 1 or len({one.format.block for one in (lhs, rhs)}) > 1:
+        if None in majors or len(majors) > 1 or lhs.block != rhs.block:
             both = " and ".join(names)
-            return f"multiplies MXFP8, NVFP4 and blockwise FP8 by themselves, not {both}"
-        if lhs.format.scaling.block[0] > 1 and rhs.format.scaling.block[0] > 1:
+            return f"multiplies E4M3 in MX or blocks of 128, and NVFP4, by themselves, not {both}"
+        if lhs.scaling.block[0] > 1 and rhs.scaling.block[0] > 1:
             return "takes blocks of 128 x 128 on one side"
-        if all(one.format.element.name == "e5m2" for one in (lhs, rhs)):
-            return "does not multiply E5M2 by E5M2"
-        if any(one.layout.name not in ("rows", "any", SWIZZLED.name) for one in (lhs, rhs)):
-            return "takes operands that lie by rows (TN)"
-        if any(size % _MULTIPLE for size in sizes[1:]) or problem.empty:
+        if n % _MULTIPLE or k % _MULTIPLE:
             return f"takes n and k that divide by {_MULTIPLE}"
-        if names[0] in BLOCKWISE and (problem.m % 4 or problem.k % 128):
+        if names[0] in BLOCKWISE and (m % 4 or k % 128):
             return "takes blockwise FP8 with m that divides by 4 and k by 128"
-        if names[0] == "nvfp4" and problem.k % 32:
+        if names[0] == "nvfp4" and k % 32:
             return "takes NVFP4 with k that divides by 32"
-        major, (first, behind) = capability(place.index), _GPUS[names[0]]
-        if major is None or not first <= major < behind:
+        first, end = _GPUS[names[0]]
+        if not isinstance(kind, int) or not first <= kind < end:
             return f"torch multiplies {names[0]} on GPUs of other kinds (or has no scaled_mm)"
         return None
+
+    def _accepts_amd(self, problem: Problem, names: tuple[str, str]) -> str | None:
+        if names[0] != names[1] or names[0] not in _AMD:
+            return f"multiplies {' and '.join(_AMD)} by themselves, not {' and '.join(names)}"
+        least = 32 if names[0] == "mxfp8_e4m3" else 64
+        if problem.m % 32 or problem.n % 32 or problem.k % least:
+            return f"takes m and n that divide by 32, and k by {least}"
+        if problem.dtype not in (torch.bfloat16, torch.float16):
+            return f"writes bfloat16 and float16, not {problem.dtype}"
+        return None
+
+    def make_plan(self, problem: Problem) -> Any:
+        if capability(problem.place.index) != AMD:
+            return self.run
+        rest = behind(self, problem)  # fp32 sums, which epilogues work on, are not given there
+
+        def plan(p: Product) -> Ran | None:
+            if p.epilogue == Epilogue():
+                return self.run(p)
+            return None if rest is None else rest(p)
+
+        return plan
 
     def sized(self, problem: Problem) -> bool:
         return True
@@ -77,7 +130,8 @@ class ScaledMM(Kernel):
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         """With its scales swizzled, once."""
-        if operand.format.scaling.scale == "fp32" or operand.layout is SWIZZLED:
+        plain = operand.format.scaling.scale == "fp32" or torch.version.hip is not None
+        if plain or operand.layout is SWIZZLED:
             return operand
         codes, scales = SWIZZLED.pack(operand.format, *operand[:2], operand.k)
         return operand._replace(
@@ -110,21 +164,87 @@ def multiplied(side: Operand) -> dict[str, Any]:
             "scale": of_squares(side.scales) if square else of_rows(side.scales),
             "scale_recipe": types.BlockWise128x128 if square else types.BlockWise1x128,
         }  # fmt: skip
-    scales = side.scales
+    if torch.version.hip is not None:
+        return scaled(side, side.scales, swizzles.NO_SWIZZLE)
+    swizzled = side.scales
     if side.layout is not SWIZZLED:
-        scales = SWIZZLED.pack(fmt, side.codes, scales, side.k)[1]
-    scales = scales.view(fmt.scaling.torch_dtype)
+        swizzled = SWIZZLED.pack(fmt, side.codes, swizzled, side.k)[1]
+    return scaled(side, swizzled, swizzles.SWIZZLE_32_4_4)
+
+
+def scaled(side: Operand | Stack, scales: Tensor, swizzle: Any) -> dict[str, Any]:
+    """The same of codes with scales that lie as a swizzle says, and tensor scales."""
+    types, fmt = torch.nn.functional.ScalingType, side.format
+    scales, dtype = scales.view(fmt.scaling.torch_dtype), fmt.element.torch_dtype
+    if fmt.element.bits == 4:
+        dtype = torch.float4_e2m1fn_x2
+    mat = side.codes.view(dtype or torch.uint8)
     if side.tensor_scale is None:
-        return {
-            "mat": side.codes.view(fmt.element.torch_dtype or torch.uint8), "scale": scales,
-            "scale_recipe": types.BlockWise1x32, "swizzle": swizzles.SWIZZLE_32_4_4,
-        }  # fmt: skip
+        recipe = types.BlockWise1x32
+        return {"mat": mat, "scale": scales, "scale_recipe": recipe, "swizzle": swizzle}
     both: list[Tensor] = [scales, side.tensor_scale]
     return {
-        "mat": side.codes.view(torch.float4_e2m1fn_x2), "scale": both,
-        "scale_recipe": [types.BlockWise1x16, types.TensorWise],
-        "swizzle": [swizzles.SWIZZLE_32_4_4, swizzles.NO_SWIZZLE],
+        "mat": mat, "scale": both, "scale_recipe": [types.BlockWise1x16, types.TensorWise],
+        "swizzle": [swizzle, torch.nn.functional.SwizzleType.NO_SWIZZLE],
     }  # fmt: skip
 
 
+class ScaledGroupedMM(Kernel):
+    """Groups of rows whose ends the device knows, through torch, in bf16."""
+
+    op, name, rank = "gemm_rows", "torch_scaled_grouped_mm", 400
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not_rows(problem)
+        names = [spec_of(spec).format.name for spec in (problem.lhs, problem.rhs)]
+        if reason is None and (names[0] != names[1] or names[0] not in _GROUPED):
+            reason = f"multiplies {', '.join(_GROUPED)} by themselves, not {' and '.join(names)}"
+        if reason is None and (problem.n % _MULTIPLE or problem.k % 32):
+            reason = f"takes n that divides by {_MULTIPLE} and k by 32"
+        if reason is None and problem.dtype != torch.bfloat16:
+            reason = f"writes bfloat16, not {problem.dtype}"
+        if reason is None and not (problem.ends == "device" and problem.groups):
+            reason = "is for groups whose ends the device knows; others run one by one"
+        if reason is None and not groups(problem.place.index):
+            reason = "torch multiplies groups on compute capability 10.0, built with MSLK"
+        return reason
+
+    def sized(self, problem: Problem) -> bool:
+        return True
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants("rows", "grouped_cols")
+
+    def make_plan(self, problem: Problem) -> Any:
+        rest = behind(self, problem)  # torch adds no bias
+
+        def plan(p: GroupedRows) -> str | None:
+            if p.bias is None:
+                return self.run(p)
+            return None if rest is None else rest(p)
+
+        return plan
+
+    def run(self, p: GroupedRows) -> str:
+        rows, count, capacity = len(p.out), p.rhs.groups, p.groups.capacity
+        starts, ends = device_bounds(*p.groups, rows)
+        _, inside = inside_groups(starts, ends, rows)
+        if capacity:  # torch's groups follow each other; what is between them is set to 0 below
+            ends = (torch.arange(1, count + 1, device=ends.device) * capacity).clamp(max=rows)
+            starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+        swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
+        a = scaled(p.lhs, of_groups(p.lhs.scales, starts, ends), swizzle)
+        b = scaled(p.rhs, of_stack(p.rhs.scales), swizzle)
+        functional: Any = torch.nn.functional  # whose stub does not know it
+        value = functional.scaled_grouped_mm(
+            a.pop("mat"), b.pop("mat").transpose(-2, -1),
+            **{f"{key}_a": one for key, one in a.items()},
+            **{f"{key}_b": one for key, one in b.items()}, offs=ends.to(torch.int32),
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+        p.out.copy_(torch.where(inside[:, None], value, 0.0))
+        return self.name
+
+
 register(ScaledMM())
+register(ScaledGroupedMM())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.dispatch.groups import inside_groups, scale_rows
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
 
@@ -31,16 +32,20 @@ class Swizzled(Layout):
         return fmt.codes_shape(rows, k), padded
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        rows, blocks = scales.shape
-        pad = torch.nn.functional.pad(scales, (0, -blocks % _WIDE, 0, -rows % _TALL))
-        tiles = pad.view(-(-rows // _TALL), _TALL // _ROUND, _ROUND, -(-blocks // _WIDE), _WIDE)
-        return codes, tiles.permute(0, 3, 2, 1, 4).contiguous().view(pad.shape)
+        return codes, _swizzled(scales)
 
     def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         tall, wide = scales.shape
         tiles = scales.reshape(tall // _TALL, wide // _WIDE, _ROUND, _TALL // _ROUND, _WIDE)
         plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall, wide)
         return codes, plain[: len(codes), : fmt.blocks(k)].contiguous()
+
+
+def _swizzled(scales: Tensor) -> Tensor:
+    rows, blocks = scales.shape
+    pad = torch.nn.functional.pad(scales, (0, -blocks % _WIDE, 0, -rows % _TALL))
+    tiles = pad.view(-(-rows // _TALL), _TALL // _ROUND, _ROUND, -(-blocks // _WIDE), _WIDE)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(pad.shape)
 
 
 def of_rows(scales: Tensor) -> Tensor:
@@ -52,6 +57,28 @@ def of_squares(scales: Tensor) -> Tensor:
     """fp32 scales [rows, blocks along k] of blocks of 128 x 128 as [blocks along k rounded up to 4,
     rows], columns behind each other."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).t()
+
+
+def of_stack(scales: Tensor) -> Tensor:
+    """Scales [groups, rows, blocks] of weights, swizzled, those of a group [rows rounded up to 128
+    * blocks rounded up to 4] behind each other."""
+    groups, rows, _ = scales.shape
+    tall = torch.nn.functional.pad(scales, (0, 0, 0, -rows % _TALL)).flatten(0, 1)
+    return _swizzled(tall).view(groups, -1)
+
+
+def of_groups(scales: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Scales [rows, blocks] of tokens, swizzled, the rows of every group rounded up to 128:
+    [rows // 128 * 128 + groups * 128, blocks rounded up to 4], which every split fits. No host
+    waits."""
+    rows, blocks = scales.shape
+    tall = scale_rows(rows, len(ends), _TALL) * _TALL
+    padded = (ends - starts + _TALL - 1) // _TALL * _TALL
+    group, inside = inside_groups(starts, ends, rows)
+    first = (padded.cumsum(0) - padded - starts)[group]
+    room = scales.new_zeros(tall + 1, blocks)
+    room[torch.where(inside, first + torch.arange(rows, device=ends.device), tall)] = scales
+    return _swizzled(room[:-1])
 
 
 SWIZZLED = Swizzled()

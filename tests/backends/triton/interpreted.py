@@ -27,6 +27,8 @@ from te_mx.dispatch.calls import (
     QuantizeWeights,
 )
 from te_mx.dispatch.kernels import Kernel, kernels
+from te_mx.dispatch.moe import Align, RoutedGemm, Routing
+from te_mx.dispatch.problem import Place, Problem
 from te_mx.dispatch.run import reference
 from te_mx.formats import get
 
@@ -39,14 +41,21 @@ def triton_of(op: str) -> Kernel:
 
 
 def test_products():
+    for shape, epilogues in (((33, 40, 161), slice(None)), ((19, 40, 1152), slice(2, 4))):
+        products_of(*shape, epilogues)
+    for off in cases.products(CPU):
+        assert off.right and off.kernel == "triton", off
+
+
+def products_of(m, n, k, some):
+    """Every epilogue; k in parts where it is long."""
     torch.manual_seed(0)
-    m, n, k = 33, 40, 161
     x, w = torch.randn(m, k), torch.randn(n, k)
     side, bias = torch.randn(m, n), torch.randn(n)
     epilogues = (
         E(bias, "tanh"), E(None, "erf"), E(None, "tanh", side, "result"), E(accumulate=True),
         E(None, "erf", side, "operand"), E(bias, accumulate=True, bias_grad="result"),
-    )  # fmt: skip
+    )[some]  # fmt: skip
     for a, b in (
         ("mxfp8_e4m3@cols", "mxfp8_e5m2@rows"), ("mxfp4@cols", "mxfp8_e4m3@cols"),
         ("fp8_e4m3_1x128@cols", "fp8_e5m2_128x128@cols"),
@@ -56,21 +65,52 @@ def test_products():
         for spec, one in ((a, x), (b, w)):
             rule = get(spec.split("@")[0]).scaling.rules[0]
             sides.append(reference("quantize").run(Quantize(one, spec, "", rule)).row)
+        problem = Problem("gemm", Place("cpu"), sides[0].spec, sides[1].spec, m, n, k)
+        assert (triton_of("gemm").parts(problem) > 1) == (k > 1000)
         for epilogue, dtype in itertools.product(epilogues, (torch.float32, torch.bfloat16)):
             results = []
             for kernel in (triton_of("gemm"), reference("gemm")):
                 out = side.to(dtype).clone()
                 with_aux = epilogue.gelu and epilogue.gelu_in is None
                 aux = torch.empty(m, n, dtype=dtype) if with_aux else None
-                ran = kernel.run(Product(*sides, epilogue, out, aux, Mode()))
+                ran = kernel.run(Product(*sides, epilogue, out, aux, Mode(split_k=True)))
                 results.append((out, aux, ran.bias_grad))
             for mine, other in zip(*results, strict=True):
                 assert (mine is None) == (other is None)
                 if mine is not None:
                     error = (mine.double() - other.double()).norm() / other.double().norm()
                     assert error < (2e-6 if mine.dtype == torch.float32 else 4e-3), (a, b, epilogue)
-    for off in cases.products(CPU):
-        assert off.right and off.kernel == "triton", off
+
+
+def test_routed():
+    """Rows that lists route, listed and not, some of no expert, and what stays as it was."""
+    torch.manual_seed(0)
+    tokens, top_k, experts, n, k = 9, 2, 3, 40, 96
+    topk = torch.randint(-1, experts, (tokens * top_k,), dtype=torch.int32)
+    for i, (a, b) in enumerate((
+        ("mxfp8_e4m3", "mxfp4"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("nvfp4_rows", "nvfp4"),
+    )):  # fmt: skip
+        rules = [get(one).scaling.rules[0] for one in (a, b)]
+        w = QuantizeWeights(torch.randn(experts, n, k), f"{b}@rows", "", rules[1])
+        stack = reference("quantize_weights").run(w)[0]
+        for block_m, a_div in ((0, 1), (4, 2), (40, 1)):
+            rows = tokens * top_k // a_div
+            x = torch.randn(rows, k)
+            lhs = reference("quantize").run(Quantize(x, f"{a}@rows", "", rules[0])).row
+            if block_m:
+                lists = reference("moe_align").run(Align(topk, block_m, experts, None))
+            else:
+                lists = None, topk, torch.tensor([len(topk)], dtype=torch.int32)
+            routing = Routing(*lists, max(block_m, 1), a_div, top_k)
+            bias = torch.randn(experts, n) if block_m else None
+            weights = torch.rand(len(topk)) if i else None
+            both = []
+            for kernel in (triton_of("moe_gemm"), reference("moe_gemm")):
+                out = torch.full((len(topk), n), 7.0)
+                kernel.run(RoutedGemm(lhs, stack, routing, bias, weights, out, Mode()))
+                both.append(out)
+            assert torch.allclose(*both, rtol=1e-5, atol=1e-5), (a, b, block_m)
+            assert torch.equal(both[0][topk < 0], torch.full_like(both[0][topk < 0], 7.0))
 
 
 def test_groups():
@@ -80,8 +120,11 @@ def test_groups():
     n, k = 72, 96
     for fmt, weights in (
         ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp4", "mxfp4"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+        ("nvfp4", "nvfp4"),
     ):  # fmt: skip
-        rule = get(fmt).scaling.rules[0]
+        rule, quantizer = get(fmt).scaling.rules[0], triton_of("quantize_grouped")
+        if fmt == "nvfp4":
+            quantizer = reference("quantize_grouped")
         for groups in (
             Groups(torch.tensor([40, 40, 190])),
             Groups(torch.tensor([40, 64, 190]), 64),
@@ -92,7 +135,7 @@ def test_groups():
                 QuantizeGroups(one, groups, f"{fmt}@rows", f"{fmt}@grouped_cols", rule, True)
                 for one in (x, g)
             ]
-            made = [triton_of("quantize_grouped").run(one) for one in asked]
+            made = [quantizer.run(one) for one in asked]
             for mine, one in zip(made, asked, strict=True):
                 other = reference("quantize_grouped").run(one)
                 for side in ("row", "col"):

@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 
 from te_mx import formats
 from te_mx.backends.triton import quantize as quantizers
-from te_mx.backends.triton.kernels import gemm, nvfp4, quantize, steps
+from te_mx.backends.triton import tiles
+from te_mx.backends.triton.kernels import gemm, grouped, nvfp4, quantize, steps
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
@@ -35,6 +36,8 @@ _PRODUCTS = re.compile(r"tcgen05\.mma\S*|wgmma\.mma_async\S*|mma\.sync\S*|v_mfma
 _BLOCK_SCALED, _FP8 = re.compile(r"block_scale|mfma_scale"), re.compile(r"e4m3|fp8|f8f6f4")
 _PAGE = Path(__file__).parents[3] / "docs" / "devices.md"
 _MARKS = "<!-- tests/backends/triton/targets.py -->", "<!-- end -->"
+# Bytes of shared memory a program may have, by the target whose tiles one has.
+_SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
 _FLAGS = ("BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE")
 
 
@@ -46,6 +49,7 @@ class Made(NamedTuple):
     products: tuple[str, ...]
     error: str = ""
     text: str = ""
+    shared: int = 0
 
     @property
     def how(self) -> str:
@@ -57,11 +61,19 @@ class Made(NamedTuple):
         return "FP8" if any(_FP8.search(one) for one in self.products) else "bf16 inside"
 
     @property
+    def fits(self) -> bool:
+        """Whether a multiprocessor has so much shared memory."""
+        return self.shared <= _SHARED.get(table_of(self.target), 101376)
+
+    @property
     def copies(self) -> bool:
         """Whether operands lie in shared memory twice, or go through registers, for tensor cores
         that read them there."""
         reads = self.target in ("sm_90", "sm_100", "sm_103") and self.how != "bf16 inside"
-        return reads and re.search(r"ld\.shared\.v|mma_async[^;]*\}, *\{", self.text) is not None
+        reads = reads and "nvfp4" not in self.kernel  # whose scales do, to tensor memory
+        loop, drained, _ = self.text.partition("cp.async.wait_group \t0;")
+        copied = re.search(r"ld\.shared\.v|mma_async[^;]*\}, *\{", loop) is not None
+        return reads and (copied or not drained)
 
 
 def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: GPUTarget) -> Any:
@@ -74,7 +86,9 @@ def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: G
     of = {n: "constexpr" if n in words else pointers.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if of[n] != "constexpr"}
     constants = {(names.index(n),): value for n, value in words.items() if n in names}
-    unit = {(names.index(n),): 1 for n in ("a_k", "b_k", "as_k", "bs_k") if n in names}
+    last = "row" if words.get("A_FIRST") else "k"
+    strides = [f"{one}_{last}" for one in ("a", "b", "as", "bs")]
+    unit = {(names.index(n),): 1 for n in strides if n in names}
     for at in unit:
         of[names[at[0]]] = "constexpr"
         aligned.pop(at, None)
@@ -85,20 +99,24 @@ def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: G
     )
 
 
-def products_of(pair: str, target: str) -> Made:
-    """The GEMM of two formats."""
+def table_of(target: str) -> str:
+    """The target of the table of tiles that has its own."""
+    return target if target in tiles.TILES else tiles.kind((int(target[3:-1]), int(target[-1])))
+
+
+def sides_of(pair: str, target: str, few: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Constants and pointers of a product of two formats."""
     e8m0 = pair != "blockwise"
     scales = "*u8" if e8m0 else "*fp32"
     pointers = dict.fromkeys(("a", "b"), "*u8") | dict.fromkeys(("a_scales", "b_scales"), scales)
     pointers |= dict.fromkeys(("out", "bias", "aux", "gelu_in"), "*bf16")
-    kind = TARGETS[target]
     words: dict[str, Any] = dict.fromkeys(_FLAGS, False) | {"BIAS": True, "GROUP": 8}
-    words |= {"MX": e8m0, "A_LOOSE": False, "B_LOOSE": False}
-    block = 16 if "nvfp4" in pair else 32
+    words |= {"MX": e8m0, "A_LOOSE": False, "B_LOOSE": False, "EVEN": True}
+    words |= {"A_FIRST": False, "B_FIRST": False}
+    block = 16 if "nvfp4" in pair else 32 if e8m0 else 128
     without = target == "sm_80" or (block == 16 and not target.startswith("sm_1"))
     words |= {"A_BLOCK": block, "B_BLOCK": block, "DECODED": "bf16" if e8m0 and without else ""}
-    words |= {"EVEN": False}
-    words |= {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2}
+    words |= tiles.TILES[table_of(target)][e8m0, few].options
     if e8m0:
         names = ["e4m3" if one == "mxfp8" else "e2m1" for one in pair.split(" x ")]
         words |= {"A": names[0], "B": names[1], "A_HEIGHT": 1, "B_HEIGHT": 1}
@@ -108,7 +126,34 @@ def products_of(pair: str, target: str) -> Made:
         words |= {"A": element, "B": element, "A_HEIGHT": 1, "B_HEIGHT": 128}
         if target == "sm_80":
             words |= {"A": "e4m3", "B": "e4m3", "DECODED": "bf16"}
-    return _made(pair, target, gemm.gemm, words, pointers, kind)
+    return words, pointers
+
+
+def products_of(pair: str, target: str) -> Made:
+    """The GEMM of two formats."""
+    return _made(pair, target, gemm.gemm, *sides_of(pair, target, False), TARGETS[target])
+
+
+def others_of(target: str) -> list[Made]:
+    """Few rows with k in parts, groups and routed rows."""
+    words, pointers = sides_of("mxfp8 x mxfp4", target, True)
+    wholes = {"WHOLE": True}, dict.fromkeys(("a_whole", "b_whole"), "*fp32")
+    small, of_small = sides_of("nvfp4 x nvfp4", target, True)
+    few = small | wholes[0] | {"SPLIT": True, "BIAS": False}, of_small | wholes[1]
+    ends = {"sums": "*fp32", **pointers}, dict.fromkeys(("starts", "ends"), "*i64")
+    lists = dict.fromkeys(("ids", "experts", "count"), "*i32") | {"weights": "*fp32"}
+    flags = {"MOST": 8, "BLOCK": 32, "LISTED": True, "WEIGHTED": True}
+    wide, of_wide = sides_of("blockwise", target, False)
+    turned = sides_of("mxfp8 x mxfp8", target, False)[0] | flags
+    turned |= {"EVEN": False, "A_FIRST": True, "B_FIRST": True}
+    made = (
+        ("nvfp4, few rows", gemm.gemm, few[0], few[1] | {"out": "*fp32"}),
+        ("parts of k", gemm.add_parts, words | {"GELU": True, "AUX": True}, ends[0]),
+        ("groups of rows", grouped.gemm_rows, wide | flags, of_wide | ends[1]),
+        ("groups of k", grouped.gemm_k, turned, pointers | ends[1]),
+        ("routed rows", grouped.gemm_routed, words | flags, pointers | lists),
+    )
+    return [_made(name, target, *one, TARGETS[target]) for name, *one in made]
 
 
 def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
@@ -147,7 +192,8 @@ def _made(
             error = error.__cause__
         return Made(name, target, (), f"{type(error).__name__}: {str(error)[-300:]}")
     text = found.asm["ptx" if kind.backend == "cuda" else "amdgcn"]
-    return Made(name, target, tuple(sorted(set(_PRODUCTS.findall(text)))), text=text)
+    found_in = tuple(sorted(set(_PRODUCTS.findall(text))))
+    return Made(name, target, found_in, text=text, shared=found.metadata.shared)
 
 
 def products(targets: Iterable[str] = TARGETS) -> list[Made]:
@@ -204,7 +250,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["write"]:
         write()
     for target in sys.argv[1:] if sys.argv[1:] != ["write"] else ():
-        made = products([target]) + quantizers_of(target)
-        print(*(f"{one.kernel}: {one.how} {one.error}" for one in made), sep="\n")
-        assert not any(one.error or one.copies for one in made)
+        made = products([target]) + others_of(target) + quantizers_of(target)
+        print(*(f"{one.kernel}: {one.how} {one.shared} {one.error}" for one in made), sep="\n")
+        assert not any(one.error or one.copies or not one.fits for one in made)
         assert row(target) in written(), f"{row(target)} is not what docs/devices.md has"

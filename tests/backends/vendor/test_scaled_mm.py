@@ -1,5 +1,6 @@
-"""Calls of torch.nn.functional.scaled_mm against a stand-in that checks what ScaledBlas.cpp checks
-(pytorch 0174dfabc) and multiplies what it makes of the swizzled scales."""
+"""Calls of torch.nn.functional.scaled_mm and scaled_grouped_mm against stand-ins that check what
+ScaledBlas.cpp, GroupedBlas.cpp (pytorch 0174dfabc, 00d4eaf93) and FBGEMM behind them check, and
+multiply what they make of the swizzled scales."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ import torch
 
 from te_mx.backends.vendor import gemm
 from te_mx.backends.vendor.layouts import SWIZZLED
-from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
+from te_mx.dispatch.calls import (
+    Epilogue,
+    GroupedRows,
+    Groups,
+    Mode,
+    Product,
+    Quantize,
+    QuantizeGroups,
+    QuantizeWeights,
+)
 from te_mx.dispatch.problem import Place, Problem
 from te_mx.dispatch.run import reference
 from te_mx.formats import get
@@ -16,7 +26,7 @@ from te_mx.formats import get
 F = torch.nn.functional
 ScalingType, SwizzleType = F.ScalingType, F.SwizzleType
 KERNEL = gemm.ScaledMM()
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+E4M3, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 
 
 def up(value, to):
@@ -36,12 +46,12 @@ def one_side(mat, scale, recipe, swizzle, size):
     scale, recipe, swizzle = (
         one if isinstance(one, list) else [one] for one in (scale, recipe, swizzle)
     )
-    fp4 = mat.dtype == torch.float4_e2m1fn_x2
+    fp4 = mat.dtype == FP4
     k, (rows, width) = mat.shape[1] * (2 if fp4 else 1), mat.shape
     assert rows == size and mat.stride() == (width, 1) and k % 16 == 0
     whole = 1.0
     if recipe[0] in (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128):
-        assert mat.dtype in FP8 and scale[0].dtype == torch.float32 and swizzle == [None]
+        assert mat.dtype == E4M3 and scale[0].dtype == torch.float32 and swizzle == [None]
         blocks = up(k, 128) // 128
         if recipe[0] == ScalingType.BlockWise1x128:
             assert scale[0].shape == (rows, blocks)
@@ -51,9 +61,17 @@ def one_side(mat, scale, recipe, swizzle, size):
             assert scale[0].shape == (up(blocks, 4), up(rows, 128) // 128)
             assert scale[0].stride() in ((1, up(blocks, 4)), (1, 1))
             name, scales = "128x128", scale[0].t()[:, :blocks]
-        name = f"fp8_{'e4m3' if mat.dtype == FP8[0] else 'e5m2'}_{name}"
-        return get(name).dequantize(mat.view(torch.uint8), scales, k, torch.float64), whole
+        return get(f"fp8_e4m3_{name}").dequantize(
+            mat.view(torch.uint8), scales, k, torch.float64
+        ), whole
     assert all(one.is_contiguous() for one in scale)
+    if torch.version.hip is not None:
+        assert recipe == [ScalingType.BlockWise1x32] and swizzle == [SwizzleType.NO_SWIZZLE]
+        assert mat.dtype in (E4M3, FP4) and scale[0].dtype == torch.float8_e8m0fnu
+        assert rows % 32 == width % 32 == 0 and scale[0].numel() == up(rows, 32) * k // 32
+        name = "mxfp4" if fp4 else "mxfp8_e4m3"
+        plain = scale[0].view(torch.uint8).view(rows, k // 32)
+        return get(name).dequantize(mat.view(torch.uint8), plain, k, torch.float64), whole
     assert swizzle[0] == SwizzleType.SWIZZLE_32_4_4
     block = 16 if fp4 else 32
     assert scale[0].numel() == up(rows, 128) * up(up(k, block) // block, 4)
@@ -64,8 +82,8 @@ def one_side(mat, scale, recipe, swizzle, size):
         name, whole = "nvfp4", scale[1].double()
     else:
         assert recipe == [ScalingType.BlockWise1x32] and len(swizzle) == 1
-        assert mat.dtype in FP8 and scale[0].dtype == torch.float8_e8m0fnu
-        name = "mxfp8_e4m3" if mat.dtype == FP8[0] else "mxfp8_e5m2"
+        assert mat.dtype == E4M3 and scale[0].dtype == torch.float8_e8m0fnu
+        name = "mxfp8_e4m3"
     plain = in_order(scale[0], rows, up(k, block) // block)
     return get(name).dequantize(mat.view(torch.uint8), plain, k, torch.float64), whole
 
@@ -77,7 +95,7 @@ def scaled_mm(
 ):  # fmt: skip
     assert mat_b.stride(0) == 1 and mat_a.shape[1] == mat_b.shape[0] and bias is None
     assert mat_b.shape[1] % 16 == 0
-    assert not mat_a.dtype == mat_b.dtype == torch.float8_e5m2
+    assert torch.version.hip is None or output_dtype in (torch.bfloat16, torch.float16)
     square = ScalingType.BlockWise128x128
     assert not scale_recipe_a == scale_recipe_b == square
     a, of_a = one_side(mat_a, scale_a, scale_recipe_a, swizzle_a, mat_a.shape[0])
@@ -85,9 +103,58 @@ def scaled_mm(
     return (a @ b.t() * (of_a * of_b)).to(output_dtype)
 
 
+def scaled_grouped_mm(
+    mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a=None,
+    swizzle_b=None, bias=None, offs=None, output_dtype=torch.bfloat16, contraction_dim=(),
+    use_fast_accum=False,
+):  # fmt: skip
+    """Of 2D by 3D; rows behind the last group are what lay in memory."""
+    groups, k, n = mat_b.shape
+    weights, rows = mat_b.transpose(-2, -1), len(mat_a)
+    assert weights.is_contiguous() and mat_a.is_contiguous() and mat_a.shape[1] == k
+    assert k % 16 == n % 16 == 0 and bias is None and output_dtype == torch.bfloat16
+    assert offs.dtype == torch.int32 and offs.shape == (groups,)
+    sides = []
+    for given in (scale_a, scale_recipe_a, swizzle_a), (scale_b, scale_recipe_b, swizzle_b):
+        sides.append([one if isinstance(one, list) else [one] for one in given])
+    fp4 = mat_a.dtype == FP4
+    assert mat_b.dtype == mat_a.dtype and (fp4 or mat_a.dtype == E4M3)
+    small = fp4 and len(sides[0][0]) == 2
+    k, block, factor = k * (2 if fp4 else 1), 16 if small else 32, torch.ones(groups)
+    for scales, recipe, swizzle in sides:
+        assert swizzle[0] == SwizzleType.SWIZZLE_32_4_4 and scales[0].is_contiguous()
+        if small:
+            assert recipe == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+            assert scales[0].dtype == E4M3 and scales[1].dtype == torch.float32
+            assert scales[1].shape == (groups,)
+            factor = factor * scales[1]
+        else:
+            assert recipe == [ScalingType.BlockWise1x32]
+            assert scales[0].dtype == torch.float8_e8m0fnu and len(scales) == 1
+    wide, (of_a, of_b) = up(k // block, 4), (side[0][0].view(torch.uint8) for side in sides)
+    assert of_a.dim() == 2 and of_a.shape[0] >= rows
+    assert of_b.shape == (groups, wide * up(n, 128))
+    fmt = get("nvfp4" if small else "mxfp4" if fp4 else "mxfp8_e4m3")
+    out, at, start = torch.full((rows, n), torch.nan, dtype=torch.bfloat16), 0, 0
+    for g, end in enumerate(offs.tolist()):
+        size = up(end - start, 128) * wide
+        parts = (mat_a[start:end], of_a.flatten()[at : at + size]), (weights[g], of_b[g])
+        a, b = (
+            fmt.dequantize(
+                mat.contiguous().view(torch.uint8), in_order(scales, len(mat), k // block), k,
+                torch.float64,
+            )
+            for mat, scales in parts
+        )  # fmt: skip
+        out[start:end] = (a @ b.t() * factor[g].double()).bfloat16()
+        at, start = at + size, end
+    return out
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(F, "scaled_grouped_mm", scaled_grouped_mm)
 
 
 def operand(rows, k, fmt):
@@ -98,8 +165,8 @@ def operand(rows, k, fmt):
 
 
 PAIRS = (
-    ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e5m2"), ("nvfp4", "nvfp4"),
-    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_1x128", "fp8_e5m2_1x128"),
+    ("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_1x128", "fp8_e4m3_1x128"),
     ("fp8_e4m3_128x128", "fp8_e4m3_1x128"),
 )  # fmt: skip
 
@@ -129,6 +196,62 @@ def test_products(left, right):
                     assert (mine - other).norm() < 1e-6 * other.norm()
 
 
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp4"])
+def test_products_of_amd(monkeypatch, fmt):
+    """Scales as they are; fp32 sums, which epilogues want, come from the next kernel."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(gemm, "capability", lambda index: gemm.AMD)
+    lhs, rhs = operand(96, 192, fmt), operand(64, 192, fmt)
+    asked = problem(lhs.spec, rhs.spec, 96, 64, 192)
+    plan, both = KERNEL.make_plan(asked), []
+    for run in (plan, reference("gemm").run):
+        out = torch.empty(96, 64, dtype=torch.bfloat16)
+        run(Product(KERNEL.prepare(lhs, "lhs", asked), rhs, Epilogue(), out, None, Mode()))
+        both.append(out)
+    assert torch.equal(*both)
+    monkeypatch.setattr(gemm, "behind", lambda kernel, problem: lambda p: "the next one")
+    call = Product(lhs, rhs, Epilogue(accumulate=True), both[0], None, Mode())
+    assert KERNEL.make_plan(asked)(call) == "the next one"
+
+
+GROUPED = gemm.ScaledGroupedMM()
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("capacity", [0, 160])
+def test_groups(monkeypatch, fmt, capacity):
+    """An empty group, rows of none, and blocks that do not fill a tile of scales."""
+    monkeypatch.setattr(gemm, "groups", lambda index: True)
+    n, k, rows, rule = 144, 96, 500, get(fmt).scaling.rules[0]
+    ends = torch.tensor([140, 160, 470] if capacity else [140, 140, 470])
+    groups = Groups(ends, capacity)
+    asked = QuantizeGroups(torch.randn(rows, k), groups, f"{fmt}@rows", "", rule)
+    tokens = reference("quantize_grouped").run(asked).row
+    weights = torch.randn(3, n, k) * torch.exp2(torch.randint(-9, 9, (3, n, 1)).float())
+    what = QuantizeWeights(weights, f"{fmt}@rows", "", rule)
+    stack, both = reference("quantize_weights").run(what)[0], []
+    place = Place("cuda", 0)
+    given = Problem(
+        "gemm_rows", place, tokens.spec, stack.spec, rows, n, k, 3, ends="device",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert GROUPED.accepts(given) is None
+    for kernel in (GROUPED, reference("gemm_rows")):
+        out = torch.full((rows, n), 7.0, dtype=torch.bfloat16)
+        kernel.make_plan(given)(GroupedRows(tokens, stack, groups, None, out, Mode()))
+        both.append(out.float())
+    assert torch.allclose(*both, rtol=2**-7, atol=1e-6)
+    for name, value in (
+        ("ends", "host"), ("dtype", torch.float32), ("k", 80), ("n", 72),
+        ("rhs", "mxfp8_e5m2@rows"), ("rhs", f"{fmt}@cols"), ("place", Place("cpu")),
+    ):  # fmt: skip
+        assert GROUPED.accepts(given._replace(**{name: value}))
+    bias = torch.zeros(3, n)
+    monkeypatch.setattr(gemm, "behind", lambda kernel, problem: lambda p: "the next one")
+    call = GroupedRows(tokens, stack, groups, bias, both[0], Mode())
+    assert GROUPED.make_plan(given)(call) == "the next one"
+
+
 def test_scales_lie_as_cublas_says():
     fmt = get("mxfp8_e4m3")
     for rows, k in ((1, 32), (130, 200), (256, 512)):
@@ -153,7 +276,11 @@ def problem(lhs="mxfp8_e4m3@rows", rhs="mxfp8_e4m3@rows", m=64, n=64, k=128):
         (9, problem(), "GPUs of other kinds"),
         (10, problem("fp8_e4m3_1x128@rows", "fp8_e4m3_128x128@rows"), "GPUs of other kinds"),
         (None, problem(), "has no scaled_mm"),
-        (10, problem("mxfp8_e5m2@rows", "mxfp8_e5m2@rows"), "E5M2 by E5M2"),
+        (10, problem(rhs="mxfp8_e5m2@rows"), "by themselves"),
+        (gemm.AMD, problem("mxfp4@rows", "mxfp4@rows"), None),
+        (gemm.AMD, problem("mxfp4@rows", "mxfp4@rows", k=96), "k by 64"),
+        (gemm.AMD, problem(rhs="mxfp4@rows"), "by themselves"),
+        (gemm.AMD, problem()._replace(dtype=torch.float32), "writes bfloat16"),
         (10, problem(rhs="mxfp8_e4m3@cols"), "lie by rows"),
         (10, problem(n=72), "divide by 16"),
         (10, problem("mxfp4@rows", "mxfp8_e4m3@rows"), "by themselves"),

@@ -121,7 +121,7 @@ def multiply_mx(
     """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements; LOOSE:
     those of 4 bits lie one a byte. Scales of blocks of 32 are E8M0, of 16 E4M3. DECODED:
     "bf16", in which values that kernels make are exact, "fp32" in the interpreter, or "". EVEN:
-    tiles end where matrices do."""
+    all rows are there, and k ends where a step does."""
     if DECODED == "":
         a, b = _of_fp8(a, A), _of_fp8(b, B)
     A_PACK: tl.constexpr = 2 if A == "e2m1" and not A_LOOSE else 1
@@ -133,7 +133,9 @@ def multiply_mx(
     b_at = b + c64[:, None] * b_row + kb[None, :] * b_k
     as_at = a_scales + (r64 // A_HEIGHT)[:, None] * as_row + kas[None, :] * as_k
     bs_at = b_scales + (c64 // B_HEIGHT)[:, None] * bs_row + kbs[None, :] * bs_k
-    a_width, b_width = tl.cdiv(k, A_PACK), tl.cdiv(k, B_PACK)
+    # Rounded up, so that Triton sees what divides it.
+    a_width = k if A_PACK == 1 else k - k // 2
+    b_width = k if B_PACK == 1 else k - k // 2
     a_blocks, b_blocks = tl.cdiv(k, A_BLOCK), tl.cdiv(k, B_BLOCK)
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, tl.cdiv(k, BK)):
@@ -225,6 +227,13 @@ def multiply_blockwise(
 
 
 @triton.jit
+def rows_of(r, end, K_FIRST: tl.constexpr):
+    """Rows to read for rows r: where k lies behind each other, the last for those behind the
+    end, so that nothing is masked where k is EVEN. Nobody sees their sums."""
+    return r if K_FIRST else tl.minimum(r, end - 1)
+
+
+@triton.jit
 def multiply(
     a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
@@ -247,26 +256,66 @@ def multiply(
 
 
 @triton.jit
+def whole_of(a_whole, b_whole, r, m, by_rows):
+    """The tensor scales of rows r: those of a, one a row where by_rows is 1, times that of b."""
+    return tl.load(a_whole + r * by_rows, mask=r < m, other=0.0) * tl.load(b_whole)
+
+
+@triton.jit
 def gemm(
     a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k,
     a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
     B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr, DGELU: tl.constexpr,
-    ERF: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, A_FIRST: tl.constexpr,
+    B_FIRST: tl.constexpr, BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr,
+    DGELU: tl.constexpr, ERF: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     a_whole=None, b_whole=None, by_rows=0, WHOLE: tl.constexpr = False,
+    SPLIT: tl.constexpr = False,
 ):
-    """One product. WHOLE: sums times the scales of both tensors; by_rows: 1 for one a row of a."""
+    """One product. FIRST: whether a side lies [k, rows]. WHOLE: sums times the scales of both
+    tensors. SPLIT: k in parts, a program each, whose sums out [parts, m, n] add_parts finishes."""
     down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
     r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+    if SPLIT:
+        A_PACK: tl.constexpr = 2 if MX and A == "e2m1" and not A_LOOSE else 1
+        B_PACK: tl.constexpr = 2 if MX and B == "e2m1" and not B_LOOSE else 1
+        part = tl.program_id(1)
+        each = tl.cdiv(tl.cdiv(k, BK), tl.num_programs(1)) * BK
+        first = part.to(tl.int64) * each
+        a += first // A_PACK * a_k
+        b += first // B_PACK * b_k
+        a_scales += first // A_BLOCK * as_k
+        b_scales += first // B_BLOCK * bs_k
+        out += part.to(tl.int64) * m * n
+        k = tl.minimum(each, k - part * each)
     total = multiply(
-        a, a_scales, b, b_scales, r, c, m, n, k, a_row, a_k, b_row, b_k, as_row, as_k, bs_row,
-        bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, EVEN,
-        BM, BN, BK,
+        a, a_scales, b, b_scales, rows_of(r, m, A_FIRST), rows_of(c, n, B_FIRST), m, n, k, a_row,
+        a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK,
+        A_HEIGHT, B_HEIGHT, DECODED, EVEN, BM, BN, BK,
     )
     if WHOLE:
-        of_rows = tl.load(a_whole + r * by_rows, mask=r < m, other=0.0)
-        total *= (of_rows * tl.load(b_whole))[:, None]
+        total *= whole_of(a_whole, b_whole, r, m, by_rows)[:, None]
+    finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)
+
+
+@triton.jit
+def add_parts(
+    sums, out, bias, aux, gelu_in, m, n, parts,
+    BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr, DGELU: tl.constexpr,
+    ERF: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    a_whole=None, b_whole=None, by_rows=0, WHOLE: tl.constexpr = False,
+):
+    """The end of a product whose sums [parts, m, n] are added up in their order."""
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    at = sums + r.to(tl.int64)[:, None] * n + c[None, :]
+    there = (r < m)[:, None] & (c < n)[None, :]
+    total = tl.load(at, mask=there, other=0.0)
+    for _ in range(1, parts):
+        at += m.to(tl.int64) * n
+        total += tl.load(at, mask=there, other=0.0)
+    if WHOLE:
+        total *= whole_of(a_whole, b_whole, r, m, by_rows)[:, None]
     finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)

@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from te_mx.backends.triton.kernels.gemm import finish, multiply, tile_of
+from te_mx.backends.triton.kernels.encode import rounded
+from te_mx.backends.triton.kernels.gemm import (
+    finish,
+    multiply,
+    rows_of,
+    tile_of,
+    whole_of,
+)
 
 
 @triton.jit
@@ -25,20 +32,27 @@ def gemm_rows(
     a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, b_group, bs_group,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
     B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, BIAS: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, A_FIRST: tl.constexpr,
+    B_FIRST: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    a_whole=None, b_whole=None, by_rows=0, WHOLE: tl.constexpr = False,
 ):
-    """Rows of each group times its weight, + its bias. m: slots of BM rows, times BM."""
+    """Rows of each group times its weight, + its bias. m: slots of BM rows, times BM. WHOLE: sums
+    times the tensor scales of the group, or of rows of a, and of its weight."""
     slot, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
     group, row, end = place_of(slot, starts, ends, groups, BM, MOST)
     if group >= 0:
         r, c = row + tl.arange(0, BM), across * BN + tl.arange(0, BN)
         which = group.to(tl.int64)
         total = multiply(
-            a, a_scales, b + which * b_group, b_scales + which * bs_group, r, c, end, n, k, a_row,
-            a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK,
-            B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, False, BM, BN, BK,
+            a, a_scales, b + which * b_group, b_scales + which * bs_group,
+            rows_of(r, end, A_FIRST), rows_of(c, n, B_FIRST), end, n, k, a_row, a_k, b_row, b_k,
+            as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT,
+            B_HEIGHT, DECODED, EVEN, BM, BN, BK,
         )
+        if WHOLE:
+            of_group = a_whole + which * (1 - by_rows)
+            total *= whole_of(of_group, b_whole + which, r, end, by_rows)[:, None]
         finish(
             total, out, bias + which * n, out, out, r, c, end, n, BIAS, False, False, False, False,
             False,
@@ -51,9 +65,10 @@ def gemm_k(
     a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k,
     MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
     B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
-    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, A_FIRST: tl.constexpr,
+    B_FIRST: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a_whole=None, b_whole=None, by_rows=0, WHOLE: tl.constexpr = False,
 ):
     """The product of each group over its rows, which are k of both sides."""
     down, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
@@ -66,5 +81,51 @@ def gemm_k(
         m, n, (end - start).to(tl.int32), a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, MX, A,
         B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK, A_HEIGHT, B_HEIGHT, DECODED, False, BM, BN, BK,
     )
+    if WHOLE:
+        of_group = a_whole + group * (1 - by_rows)
+        total *= whole_of(of_group, b_whole + group, r, m, by_rows)[:, None]
     out += group.to(tl.int64) * m * n
     finish(total, out, out, out, out, r, c, m, n, False, False, False, False, False, ACCUMULATE)
+
+
+@triton.jit
+def gemm_routed(
+    a, a_scales, b, b_scales, out, bias, weights, ids, experts, count, tokens, routed, blocks,
+    positions, n, k, block_m, size, a_div, groups,
+    a_row, a_k, b_row, b_k, as_row, as_k, bs_row, bs_k, b_group, bs_group,
+    MX: tl.constexpr, A: tl.constexpr, B: tl.constexpr, A_LOOSE: tl.constexpr,
+    B_LOOSE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_HEIGHT: tl.constexpr,
+    B_HEIGHT: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, A_FIRST: tl.constexpr,
+    B_FIRST: tl.constexpr, LISTED: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, a_whole=None, b_whole=None, by_rows=0, WHOLE: tl.constexpr = False,
+):
+    """Rows r of out, of the lists of dispatch/moe.py: (row r // a_div of a times the weight of
+    their expert, + its bias) times weights[r]. A program for BM of the `size` rows of a block."""
+    chunks = tl.cdiv(size, BM)
+    down, across = tile_of(tl.program_id(0), blocks * chunks * BM, n, BM, BN, GROUP)
+    block = down // chunks
+    expert = tl.load(experts + block).to(tl.int64)
+    if (block * block_m < tl.load(count)) & (expert >= 0) & (expert < groups):
+        inside = down % chunks * BM + tl.arange(0, BM)
+        row, mine = block * size + inside, inside < size
+        if LISTED:
+            mine &= row < positions
+            row = tl.load(ids + row, mask=mine, other=-1)
+        mine &= (row >= 0) & (row < routed)
+        r, c = tl.where(mine, row // a_div, tokens), across * BN + tl.arange(0, BN)
+        total = multiply(
+            a, a_scales, b + expert * b_group, b_scales + expert * bs_group,
+            rows_of(r, tokens, A_FIRST), rows_of(c, n, B_FIRST), tokens, n, k, a_row, a_k, b_row,
+            b_k, as_row, as_k, bs_row, bs_k, MX, A, B, A_LOOSE, B_LOOSE, A_BLOCK, B_BLOCK,
+            A_HEIGHT, B_HEIGHT, DECODED, EVEN, BM, BN, BK,
+        )
+        if WHOLE:
+            total *= whole_of(a_whole, b_whole + expert, r, tokens, by_rows)[:, None]
+        if BIAS:
+            total += tl.load(bias + expert * n + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
+        if WEIGHTED:
+            total *= tl.load(weights + row, mask=mine, other=0.0)[:, None]
+        at = out + row.to(tl.int64)[:, None] * n + c[None, :]
+        there = mine[:, None] & (c < n)[None, :]
+        tl.store(at, rounded(total, out.dtype.element_ty), mask=there)

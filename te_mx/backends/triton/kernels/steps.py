@@ -1,5 +1,5 @@
 """What a quantizer reads, a tile at a time: a matrix, or what a step makes of one: normalizations,
-activations and their derivatives. The formulas are those of backends/reference/fused_math.py, each
+activations and their derivatives. The formulas are those of backends/reference/fused.py, each
 operation rounded, so kernels are compiled without contraction."""
 
 import triton
@@ -147,7 +147,7 @@ def _half(lanes, R: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _lane_sum(lanes, R: tl.constexpr):
-    """The sums of rows [R, 256] of lanes, as fused_math.lane_sum adds them."""
+    """The sums of rows [R, 256] of lanes, as lane_sum of reference.fused adds them."""
     lanes = _half(_half(_half(_half(lanes, R, 128), R, 64), R, 32), R, 16)
     return _half(_half(_half(_half(lanes, R, 8), R, 4), R, 2), R, 1)
 
