@@ -51,13 +51,7 @@ from te_mx._ops.grouped_quantize import (
 )
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import INPUT, GroupedWgrad, Reads, WeightGradient, Wgrad
-from te_mx.autograd.grouped_loop import (
-    GroupedCall,
-    gathered,
-    gradients_of,
-    one_by_one,
-    split_parts,
-)
+from te_mx.autograd.grouped_loop import GroupedCall, gathered, gradients_of, one_by_one, split_parts
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,

@@ -28,12 +28,7 @@ from te_mx._ops import Operand, dequantize_2d
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx._ops.linear import linear_kernel_of
-from te_mx.autograd import (
-    input_cache,
-    layer,
-    linear_recipe,
-    sequence_parallel,
-)
+from te_mx.autograd import input_cache, layer, linear_recipe, sequence_parallel
 from te_mx.autograd.grad_target import WeightGradient, Wgrad
 from te_mx.autograd.input_cache import Pass, entered, passed_on, total
 from te_mx.autograd.linear_recipe import (
@@ -46,12 +41,7 @@ from te_mx.autograd.linear_recipe import (
     on_codes,
     quantized_columns,
 )
-from te_mx.autograd.node import (
-    outputs,
-    place,
-    run_backward,
-    tag_of,
-)
+from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens

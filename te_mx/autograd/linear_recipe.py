@@ -59,12 +59,7 @@ from te_mx._ops import (
 )
 from te_mx._ops.quantize import tensors_of
 from te_mx.autograd import high_precision, input_cache
-from te_mx.autograd.grad_target import (
-    INPUT,
-    OUTPUT_GRADIENT,
-    Reads,
-    Wgrad,
-)
+from te_mx.autograd.grad_target import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Weight as Parts

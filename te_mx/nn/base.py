@@ -21,13 +21,7 @@ from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.node import differentiable
 from te_mx.context import region as context
-from te_mx.context.region import (
-    RECOMPUTED,
-    active_region,
-    backward_pass_id,
-    innermost,
-    is_tracing,
-)
+from te_mx.context.region import RECOMPUTED, active_region, backward_pass_id, innermost, is_tracing
 from te_mx.nn import converted
 from te_mx.nn.checks import Checked
 from te_mx.nn.tensor_parallel import TensorParallelGroup

@@ -28,16 +28,8 @@ from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx._ops.quantize import rows_beyond_2d
 from te_mx.autograd.activation import activation
-from te_mx.autograd.grouped import (
-    GroupedCall,
-    grouped_linear,
-    grouped_on_codes,
-)
-from te_mx.autograd.linear import (
-    Call,
-    linear,
-    linear_on_codes,
-)
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
+from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.linear_recipe import (
     GEMMS,
     KeptWeight,
