@@ -105,9 +105,11 @@ def test_opcheck_dequantize(layout, dtype):
     torch.library.opcheck(OPS.dequantize, (*o[:5], dtype))
 
 
-@pytest.mark.parametrize("gelu", ["", "tanh", "erf"])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("bias_grad", ["", "operand", "result"])
+@pytest.mark.parametrize(
+    ("gelu", "backward", "bias_grad"),
+    [*itertools.product(["", "tanh"], [False, True], ["", "operand", "result"]),
+     ("erf", False, "operand"), ("erf", True, "result")],
+)  # fmt: skip
 def test_opcheck_gemm(gelu, backward, bias_grad):
     lhs, rhs = operand(20, 70, "cols"), operand(24, 70)
     bias = None if backward else torch.randn(24, requires_grad=True)
