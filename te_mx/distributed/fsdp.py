@@ -39,6 +39,7 @@ from te_mx.weights.source import Gathered, WeightSource
 
 # --------------------------------------------------------- the whole weight, as a forward gets it
 _aten = torch.ops.aten
+_PARTS = "codes", "scales"
 # What FSDP2, nn.Parameter and DTensor do to make a parameter of it.
 _SAME = {
     _aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default
@@ -69,7 +70,7 @@ class GatheredWeight(Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "scales"], (self.shape[-1], self.dtype, self.fmt)
+        return [*_PARTS], (self.shape[-1], self.dtype, self.fmt)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> GatheredWeight:
@@ -84,25 +85,20 @@ class GatheredWeight(Tensor):
     ) -> Any:
         weight = args[0]
         if func is _aten.cat.default and all(isinstance(part, GatheredWeight) for part in weight):
-            return _joined(weight)
-        if func is _aten.select.int and weight.dim() == 3 and args[1] == 0:
+            # One weight of the rows of several. Blocks run along k, and no part ends inside of one.
+            codes, scales = (torch.cat([getattr(p, of) for p in weight]) for of in _PARTS)
+            weight = weight[0]
+        elif func is _aten.select.int and weight.dim() == 3 and args[1] == 0:
             codes, scales = weight.codes[args[2]], weight.scales[args[2]]
-            return GatheredWeight(codes, scales, weight.shape[-1], weight.dtype, weight.fmt)
-        if func in _SAME and isinstance(weight, GatheredWeight):
-            return GatheredWeight(
-                weight.codes, weight.scales, weight.shape[-1], weight.dtype, weight.fmt
+        elif func in _SAME and isinstance(weight, GatheredWeight):
+            codes, scales = weight.codes, weight.scales
+        else:
+            raise NotImplementedError(
+                f"{func} of a weight that fully_shard gathered as {_names(args)}: there are only "
+                "its codes, which te_mx modules multiply with under te_mx.autocast; for its values "
+                "use the sharded parameter (module.reshard(), then full_tensor())"
             )
-        raise NotImplementedError(
-            f"{func} of a weight that fully_shard gathered as {_names(args)}: there are only its "
-            "codes, which te_mx modules multiply with under te_mx.autocast; for its values use "
-            "the sharded parameter (module.reshard(), then full_tensor())"
-        )
-
-
-def _joined(parts: list[GatheredWeight]) -> GatheredWeight:
-    """One weight of the rows of several. Blocks run along k, and no part ends inside of one."""
-    codes, scales = torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts])
-    return GatheredWeight(codes, scales, parts[0].shape[-1], parts[0].dtype, parts[0].fmt)
+        return GatheredWeight(codes, scales, weight.shape[-1], weight.dtype, weight.fmt)
 
 
 def _names(args: Any) -> str:
