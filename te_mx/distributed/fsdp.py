@@ -23,7 +23,7 @@ from te_mx import formats
 from te_mx._ops import Operand, Stack, rows_2d, rows_call
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
-from te_mx.autograd.linear_recipe import KeptWeight, at_rest
+from te_mx.autograd.linear_recipe import KeptWeight, plain_spec
 from te_mx.context.region import backward_pass_id, is_tracing
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.fusion.transposed_linear import TransposedLinear
@@ -240,7 +240,7 @@ class ShardCodes:
 
     def __init__(self, shard: Tensor, settings: Settings, place: Place, model: Model) -> None:
         self._shard, self._settings = weakref.ref(shard), settings
-        self._at_rest = at_rest(settings.w)
+        self._plain_spec = plain_spec(settings.w)
         self._place, self._model = place, model
         self._ahead: Ahead | None = None
         self.forms: Forms = ()
@@ -282,7 +282,7 @@ class ShardCodes:
         and can be written to."""
         sent: Sent | None = None
         if into is not None:
-            call = rows_call(values, self._at_rest, self._settings.scale_rule)
+            call = rows_call(values, self._plain_spec, self._settings.scale_rule)
             sent = None if call is None or call(values, into) is None else into
         if sent is None:
             sent = self._sent(values)
@@ -297,7 +297,7 @@ class ShardCodes:
             return self._sent(shard.to(dtype))
 
     def _sent(self, values: Tensor) -> Sent:
-        spec, rule = self._at_rest, self._settings.scale_rule
+        spec, rule = self._plain_spec, self._settings.scale_rule
         made: Stack | Operand
         if values.dim() == 3:
             made = quantize_weights(list(values.unbind(0)), spec, rule=rule)[0]
@@ -392,7 +392,7 @@ def _kept(weight: GatheredWeight, settings: Settings) -> Any:
 
 
 def _of_codes(weight: GatheredWeight, settings: Settings) -> Any:
-    parts, (*groups, rows, k) = (weight.codes, weight.scales, at_rest(weight.fmt)), weight.shape
+    parts, (*groups, rows, k) = (weight.codes, weight.scales, plain_spec(weight.fmt)), weight.shape
     held: Any = Stack(*parts, groups[0], rows, k) if groups else Operand(*parts, rows, k)
     return KeptWeight(settings._replace(one_copy=True), held, None)
 

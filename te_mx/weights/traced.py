@@ -34,8 +34,8 @@ from te_mx.autograd.linear_recipe import (
     GEMMS,
     KeptWeight,
     TracedWeight,
-    at_rest,
     mode_of,
+    plain_spec,
     plan_input,
     plan_weight,
     quantized_input,
@@ -227,7 +227,7 @@ def _run(x: Tensor, *args: Any) -> Tensor:
     held: Any = weights
     if how != MASTERS:
         shape = (n, x.shape[-1]) if offs is None else (groups, n, x.shape[-1])
-        w_spec = f"{settings.w}@{lies}" if lies else at_rest(settings.w)
+        w_spec = f"{settings.w}@{lies}" if lies else plain_spec(settings.w)
         held = held_as(weights, w_spec, shape).checked("the weight")
     checks.float_dtype(out_dtype)
     owner, kept, tag = _known(weights, key, settings, x.device, how)
