@@ -297,8 +297,8 @@ class Call(NamedTuple):
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
     columnwise codes, with the same result. `sink` says where the weight gradient goes. With
     `tokens` x is what one rank has of the input, with `lent` a parameter of several of them is the
-    weight. With a `tag` the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag,
-    tag + 1 and tag + 2: fprop, dgrad and wgrad.
+    weight. With a `tag` the kernels that run are recorded in LAST_RUN of runtime/kernel_log.py at
+    tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
     """
 
     settings: Settings

@@ -68,7 +68,7 @@ from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import ROWS, Layout, spec_of
 from te_mx.recipes.settings import Settings
 from te_mx.runtime import compiled
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.runtime.streams import current
 
 _known = derived()

@@ -50,7 +50,7 @@ from te_mx.dispatch.problem import frozen_rows
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime import compiled
-from te_mx.runtime.ran import note_read
+from te_mx.runtime.kernel_log import note_read
 from te_mx.runtime.streams import apart
 from te_mx.weights import decode, weight_only
 from te_mx.weights.changes import owner_of

@@ -17,7 +17,7 @@ from te_mx.autograd.linear import Call, OneCallLinear
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
 from te_mx.dispatch.linear import Held
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 F32, BF16 = torch.float32, torch.bfloat16
 

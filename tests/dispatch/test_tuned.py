@@ -19,7 +19,7 @@ from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem, place_of
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.tables import DEFAULT, Key, Row
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 CPU = torch.device("cpu")
 N, K = 96, 128

@@ -22,7 +22,7 @@ from te_mx.backends.sm90 import binding, gemm
 from te_mx.backends.sm90 import grouped as sm90_grouped
 from te_mx.dispatch import forms, problem, registry
 from te_mx.dispatch.problem import Place
-from te_mx.runtime import ran
+from te_mx.runtime import kernel_log
 
 HOPPER = torch.device("cuda", 0)
 MULTIPROCESSORS = 132
@@ -69,7 +69,7 @@ def _anew() -> Iterator[pytest.MonkeyPatch]:
     """Kernels are chosen anew, inside and afterwards, and every fallback warns, which fails a test
     unless it asks for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ran, "_warned", set())
+        patch.setattr(kernel_log, "_warned", set())
         registry.forget()
         yield patch
     registry.forget()

@@ -23,7 +23,7 @@ from te_mx.backends.reference import quantize as reference
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Quantize
 from te_mx.dispatch.registry import pick
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 OPS = torch.ops.te_mx
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
