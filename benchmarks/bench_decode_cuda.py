@@ -17,7 +17,7 @@ from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.base import FORMATS as ELEMENTS
 from te_mx.backends.sm90 import binding
 from te_mx.recipe import BlockScaling, Float8BlockScaling
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 SHAPES = [  # K, N
     (6144, 2304),

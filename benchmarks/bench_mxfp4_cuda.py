@@ -26,7 +26,7 @@ from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import FEW_ROWS
 from te_mx.recipe import BlockScaling
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 FP4, FP8 = "mxfp4", "mxfp8_e4m3"
 TILES, PLAIN = f"{FP4}@sm90:8", f"{FP4}@rows"

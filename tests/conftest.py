@@ -20,7 +20,7 @@ from te_mx.dispatch import registry
 from te_mx.dispatch.tuned import tables
 from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_mx.recipes import resolve
-from te_mx.runtime import ran, workspace
+from te_mx.runtime import kernel_log, workspace
 
 # What tests share; and they take cases from those of their neighbours.
 sys.path += [str(Path(__file__).parent / folder) for folder in ("helpers", "nn")]
@@ -131,7 +131,7 @@ def guarded():
 @pytest.fixture
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch):
     """Warnings of fallbacks that were given already are given again."""
-    monkeypatch.setattr(ran, "_warned", set())
+    monkeypatch.setattr(kernel_log, "_warned", set())
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def no_native(monkeypatch: pytest.MonkeyPatch):
     """As if the native module had not been built."""
     monkeypatch.setattr(cpu, "_native", None)
     monkeypatch.setattr(cpu, "_reason", "the native module is hidden by a test")
-    monkeypatch.setattr(ran, "_warned", set())
+    monkeypatch.setattr(kernel_log, "_warned", set())
     registry.forget()
     yield
     monkeypatch.undo()

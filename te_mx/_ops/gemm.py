@@ -19,7 +19,7 @@ from te_mx.dispatch.registry import pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.arguments import check_apart
-from te_mx.runtime.ran import LAST_RUN, note_read
+from te_mx.runtime.kernel_log import LAST_RUN, note_read
 
 _DEFAULT_MODE = Mode()
 

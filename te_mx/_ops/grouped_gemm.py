@@ -27,7 +27,7 @@ from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import find, pick_problem, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.runtime.ran import LAST_RUN, note_read
+from te_mx.runtime.kernel_log import LAST_RUN, note_read
 
 _DEFAULT_MODE = Mode()
 

@@ -26,7 +26,7 @@ from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Quantized, Stack
-from te_mx.runtime.ran import note_read
+from te_mx.runtime.kernel_log import note_read
 
 
 def ends_of(offs: Tensor) -> str:

@@ -33,7 +33,7 @@ from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.tables import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.runtime.ran import LAST_RUN, note_read
+from te_mx.runtime.kernel_log import LAST_RUN, note_read
 
 
 def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:

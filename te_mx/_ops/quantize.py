@@ -19,7 +19,7 @@ from te_mx.dispatch.registry import planned
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.layouts.registry import tensor_scaled
-from te_mx.runtime.ran import note_read
+from te_mx.runtime.kernel_log import note_read
 
 
 def quantize_2d(

@@ -17,7 +17,7 @@ from te_mx.nn.guards import RAN
 from te_mx.nn.invariant import InvariantLinear
 from te_mx.recipes.settings import Mixed
 from te_mx.runtime.arguments import check_flag, check_module, shown
-from te_mx.runtime.ran import LAST_RUN, was_read
+from te_mx.runtime.kernel_log import LAST_RUN, was_read
 from te_mx.runtime.report import table
 from te_mx.te.norms import _Norm
 from te_mx.te.rotary import RotaryPositionEmbedding

@@ -30,7 +30,7 @@ from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
 from te_mx.recipe import Recipe, resolve_recipe
 from te_mx.runtime.arguments import check_flag, check_module, check_size, is_one_of, shown
-from te_mx.runtime.ran import end_tags
+from te_mx.runtime.kernel_log import end_tags
 
 
 def convert_model(

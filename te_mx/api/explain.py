@@ -24,7 +24,7 @@ from te_mx.layouts.operand import Operand
 from te_mx.recipe import MAX_SPREAD, Settings, check_precision, resolve_recipe
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.runtime.arguments import as_device, check_flag, check_size, shown
-from te_mx.runtime.ran import FallbackWarning
+from te_mx.runtime.kernel_log import FallbackWarning
 
 __all__ = ["Explanation", "FallbackWarning", "explain"]
 

@@ -51,19 +51,12 @@ from te_mx._ops.grouped_quantize import (
 )
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grad_target import INPUT, GroupedWgrad, Reads, WeightGradient, Wgrad
-from te_mx.autograd.grouped_loop import (
-    GroupedCall,
-    gathered,
-    gradients_of,
-    one_by_one,
-    split_parts,
-)
+from te_mx.autograd.grouped_loop import GroupedCall, gathered, gradients_of, one_by_one, split_parts
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,
     KeptWeight,
     at_most_codes,
-    at_rest,
     by_steps,
     columns_now,
     makes_again,
@@ -72,6 +65,7 @@ from te_mx.autograd.linear_recipe import (
     new_seed,
     on_codes,
     packs,
+    plain_spec,
     roles,
     weight_forms,
 )
@@ -147,9 +141,9 @@ class GroupForms(NamedTuple):
             return cls(tokens.x, tokens.g, weights, *rules, settings.one_copy)
         # The quantizers of groups pack nothing that is empty.
         return cls(
-            Forms(at_rest(settings.x), f"{settings.x_columns}@grouped_cols"),
-            Forms(at_rest(settings.g), f"{settings.g_columns}@grouped_cols"),
-            Forms(at_rest(settings.w), f"{settings.w_columns}@cols"),
+            Forms(plain_spec(settings.x), f"{settings.x_columns}@grouped_cols"),
+            Forms(plain_spec(settings.g), f"{settings.g_columns}@grouped_cols"),
+            Forms(plain_spec(settings.w), f"{settings.w_columns}@cols"),
             *rules,
             settings.one_copy,
         )

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.autograd import node
-from te_mx.autograd.grad_target import (
-    INPUT,
-    OUTPUT_GRADIENT,
-    WeightGradient,
-    Wgrad,
-    refuse_graph,
-)
+from te_mx.autograd.grad_target import INPUT, OUTPUT_GRADIENT, WeightGradient, Wgrad, refuse_graph
 from te_mx.autograd.saved import flatten, shaped
 
 HIGH_PRECISION = "high precision"  # what te_mx.audit says in place of a kernel

@@ -56,7 +56,7 @@ from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.layer import Formats, Inputs, LayerPlan, LayerProblem, Product
 from te_mx.dispatch.linear import LATER, Into, Weight
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 _known = derived()
 

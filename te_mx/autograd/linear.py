@@ -28,12 +28,7 @@ from te_mx._ops import Operand, dequantize_2d
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx._ops.linear import linear_kernel_of
-from te_mx.autograd import (
-    input_cache,
-    layer,
-    linear_recipe,
-    sequence_parallel,
-)
+from te_mx.autograd import input_cache, layer, linear_recipe, sequence_parallel
 from te_mx.autograd.grad_target import WeightGradient, Wgrad
 from te_mx.autograd.input_cache import Pass, entered, passed_on, total
 from te_mx.autograd.linear_recipe import (
@@ -46,12 +41,7 @@ from te_mx.autograd.linear_recipe import (
     on_codes,
     quantized_columns,
 )
-from te_mx.autograd.node import (
-    outputs,
-    place,
-    run_backward,
-    tag_of,
-)
+from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
@@ -307,8 +297,8 @@ class Call(NamedTuple):
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
     columnwise codes, with the same result. `sink` says where the weight gradient goes. With
     `tokens` x is what one rank has of the input, with `lent` a parameter of several of them is the
-    weight. With a `tag` the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag,
-    tag + 1 and tag + 2: fprop, dgrad and wgrad.
+    weight. With a `tag` the kernels that run are recorded in LAST_RUN of runtime/kernel_log.py at
+    tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
     """
 
     settings: Settings

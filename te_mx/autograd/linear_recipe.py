@@ -59,12 +59,7 @@ from te_mx._ops import (
 )
 from te_mx._ops.quantize import tensors_of
 from te_mx.autograd import high_precision, input_cache
-from te_mx.autograd.grad_target import (
-    INPUT,
-    OUTPUT_GRADIENT,
-    Reads,
-    Wgrad,
-)
+from te_mx.autograd.grad_target import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Weight as Parts
@@ -73,7 +68,7 @@ from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import ROWS, Layout, spec_of
 from te_mx.recipes.settings import Settings
 from te_mx.runtime import compiled
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.runtime.streams import current
 
 _known = derived()
@@ -196,7 +191,7 @@ def packs(settings: Settings) -> bool:
     return not settings.one_copy and settings.backward != "dequantized"
 
 
-def at_rest(fmt: str) -> str:
+def plain_spec(fmt: str) -> str:
     """The spec of a copy whose bytes are kept as they are."""
     return f"{fmt}@rows"
 
@@ -236,7 +231,7 @@ def plan_input(
         override == "high_precision" or (override is None and (settings.wgrad_hp or save_x))
     )
     columns = need_dw and not keep and override is None
-    row = at_rest(settings.x) if override == "dequantized" else form.row
+    row = plain_spec(settings.x) if override == "dequantized" else form.row
     return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
 
 
@@ -262,7 +257,7 @@ def quantized_input(x: Tensor, plan: Input) -> Quantized:
 def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Target:
     """The weight of a linear step: rowwise for fprop, and columnwise for dgrad."""
     form = roles(device, settings).w
-    row = form.row if packs(settings) else at_rest(settings.w)
+    row = form.row if packs(settings) else plain_spec(settings.w)
     return Target(row, form.col if columns else "", settings.w_rule or settings.scale_rule)
 
 
@@ -483,14 +478,14 @@ def weight_forms(device: torch.device, settings: Settings) -> Forms:
     """Specs of the weights of groups; those whose bytes are kept are packed when they are
     multiplied."""
     form = roles(device, settings).w
-    if form.col == at_rest(settings.w_columns):  # plain columns of all lie as the weights do
+    if form.col == plain_spec(settings.w_columns):  # plain columns of all lie as the weights do
         form = form._replace(col=f"{settings.w_columns}@cols")
-    return form if packs(settings) else form._replace(row=at_rest(settings.w))
+    return form if packs(settings) else form._replace(row=plain_spec(settings.w))
 
 
 def at_most_codes(form: Forms, settings: Settings) -> Forms:
     """The same of weights that are kept, of which no copy is wider than its codes."""
-    return form._replace(row=at_rest(settings.w)) if widens(form.row) else form
+    return form._replace(row=plain_spec(settings.w)) if widens(form.row) else form
 
 
 class KeptWeight(NamedTuple):
@@ -596,7 +591,7 @@ def kept_weight(
         target = plan_weight(device, settings, needs_columns(settings, need_dx))
         narrow = widens(target.row) and not for_steps
         if narrow:
-            target = target._replace(row=at_rest(settings.w))
+            target = target._replace(row=plain_spec(settings.w))
         row, col, _ = quantized(weight_NK, target)
         assert row is not None
         if not packs(settings):

@@ -23,11 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import debug_unwrap
 
-from te_mx.autograd.grad_target import (
-    WeightGradient,
-    Wgrad,
-    refuse_graph,
-)
+from te_mx.autograd.grad_target import WeightGradient, Wgrad, refuse_graph
 from te_mx.autograd.input_cache import apart, settled
 from te_mx.runtime import compiled
 from te_mx.torch_internals import calling_frame, transform

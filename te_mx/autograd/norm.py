@@ -20,11 +20,7 @@ from torch import Tensor
 from te_mx._ops import FLOAT_DTYPES, Operand, Quantized, Target, quantized
 from te_mx._ops.fused import norm_backward_2d, norm_quantize_2d, norm_rows
 from te_mx.autograd import input_cache
-from te_mx.autograd.node import (
-    needs_gradient,
-    outputs,
-    run_backward,
-)
+from te_mx.autograd.node import needs_gradient, outputs, run_backward
 from te_mx.autograd.saved import flatten, shaped
 from te_mx.dispatch import fused
 from te_mx.dispatch.fused import Norm, NormParts, NormRows

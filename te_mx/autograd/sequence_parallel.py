@@ -55,7 +55,7 @@ def plan_input(
     plan = linear_recipe.plan_input(x.device, settings, need_dw, save_x or cut)
     col = f"{settings.x_columns}@cols" if plan.target.col else ""
     return plan._replace(
-        target=plan.target._replace(row=linear_recipe.at_rest(settings.x), col=col)
+        target=plan.target._replace(row=linear_recipe.plain_spec(settings.x), col=col)
     )
 
 

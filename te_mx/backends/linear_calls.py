@@ -20,7 +20,7 @@ from te_mx.dispatch.linear import Held, Into, LinearPlan, Part, Weight
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 _U8 = torch.uint8
 ALIGNMENT = 16  # of the buffers, for TMA

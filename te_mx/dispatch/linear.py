@@ -62,7 +62,7 @@ LATER = Into(None)
 
 class LinearPlan:
     """Forward and backward of layers of one size, each one call: quantizes and multiplies. With a
-    tag the kernels that ran are recorded in te_mx.runtime.ran.LAST_RUN: those of fprop, dgrad and
+    tag the kernels that ran are recorded in LAST_RUN of runtime/kernel_log.py: fprop, dgrad and
     wgrad at tag, tag + 1 and tag + 2."""
 
     row: str  # specs of the operands of x

@@ -14,17 +14,9 @@ from typing import Any
 import torch
 
 from te_mx.dispatch.kernels import Kernel, Plan, add, derive, derived, kernels
-from te_mx.dispatch.problem import (
-    FEW_ROWS,
-    MOST,
-    STREAM_ROWS,
-    Problem,
-    place_of,
-    whole_vectors,
-)
+from te_mx.dispatch.problem import FEW_ROWS, MOST, STREAM_ROWS, Problem, place_of, whole_vectors
 from te_mx.dispatch.tuned import tables
-from te_mx.dispatch.tuned.follow import Tuning, follow
-from te_mx.dispatch.tuned.tables import MOST_ROWS
+from te_mx.dispatch.tuned.tables import MOST_ROWS, Tuning, follow
 
 _chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
 _known = derived()

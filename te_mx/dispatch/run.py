@@ -15,7 +15,7 @@ from te_mx.dispatch.problem import INVARIANT, Problem, place_of, why_missing
 from te_mx.dispatch.registry import choose, pick, planned, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
-from te_mx.runtime.ran import warn_fallback
+from te_mx.runtime.kernel_log import warn_fallback
 
 REFERENCE, ZERO_SIZE = "reference", "zero_size"
 _DEFAULT_MODE = Mode()

@@ -23,7 +23,7 @@ from te_mx import formats
 from te_mx._ops import Operand, Stack, rows_2d, rows_call
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
-from te_mx.autograd.linear_recipe import KeptWeight, at_rest
+from te_mx.autograd.linear_recipe import KeptWeight, plain_spec
 from te_mx.context.region import backward_pass_id, is_tracing
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.fusion.transposed_linear import TransposedLinear
@@ -39,6 +39,7 @@ from te_mx.weights.source import Gathered, WeightSource
 
 # --------------------------------------------------------- the whole weight, as a forward gets it
 _aten = torch.ops.aten
+_PARTS = "codes", "scales"
 # What FSDP2, nn.Parameter and DTensor do to make a parameter of it.
 _SAME = {
     _aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default
@@ -69,7 +70,7 @@ class GatheredWeight(Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "scales"], (self.shape[-1], self.dtype, self.fmt)
+        return [*_PARTS], (self.shape[-1], self.dtype, self.fmt)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> GatheredWeight:
@@ -84,25 +85,20 @@ class GatheredWeight(Tensor):
     ) -> Any:
         weight = args[0]
         if func is _aten.cat.default and all(isinstance(part, GatheredWeight) for part in weight):
-            return _joined(weight)
-        if func is _aten.select.int and weight.dim() == 3 and args[1] == 0:
+            # One weight of the rows of several. Blocks run along k, and no part ends inside of one.
+            codes, scales = (torch.cat([getattr(p, of) for p in weight]) for of in _PARTS)
+            weight = weight[0]
+        elif func is _aten.select.int and weight.dim() == 3 and args[1] == 0:
             codes, scales = weight.codes[args[2]], weight.scales[args[2]]
-            return GatheredWeight(codes, scales, weight.shape[-1], weight.dtype, weight.fmt)
-        if func in _SAME and isinstance(weight, GatheredWeight):
-            return GatheredWeight(
-                weight.codes, weight.scales, weight.shape[-1], weight.dtype, weight.fmt
+        elif func in _SAME and isinstance(weight, GatheredWeight):
+            codes, scales = weight.codes, weight.scales
+        else:
+            raise NotImplementedError(
+                f"{func} of a weight that fully_shard gathered as {_names(args)}: there are only "
+                "its codes, which te_mx modules multiply with under te_mx.autocast; for its values "
+                "use the sharded parameter (module.reshard(), then full_tensor())"
             )
-        raise NotImplementedError(
-            f"{func} of a weight that fully_shard gathered as {_names(args)}: there are only its "
-            "codes, which te_mx modules multiply with under te_mx.autocast; for its values use "
-            "the sharded parameter (module.reshard(), then full_tensor())"
-        )
-
-
-def _joined(parts: list[GatheredWeight]) -> GatheredWeight:
-    """One weight of the rows of several. Blocks run along k, and no part ends inside of one."""
-    codes, scales = torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts])
-    return GatheredWeight(codes, scales, parts[0].shape[-1], parts[0].dtype, parts[0].fmt)
+        return GatheredWeight(codes, scales, weight.shape[-1], weight.dtype, weight.fmt)
 
 
 def _names(args: Any) -> str:
@@ -244,7 +240,7 @@ class ShardCodes:
 
     def __init__(self, shard: Tensor, settings: Settings, place: Place, model: Model) -> None:
         self._shard, self._settings = weakref.ref(shard), settings
-        self._at_rest = at_rest(settings.w)
+        self._plain_spec = plain_spec(settings.w)
         self._place, self._model = place, model
         self._ahead: Ahead | None = None
         self.forms: Forms = ()
@@ -286,7 +282,7 @@ class ShardCodes:
         and can be written to."""
         sent: Sent | None = None
         if into is not None:
-            call = rows_call(values, self._at_rest, self._settings.scale_rule)
+            call = rows_call(values, self._plain_spec, self._settings.scale_rule)
             sent = None if call is None or call(values, into) is None else into
         if sent is None:
             sent = self._sent(values)
@@ -301,7 +297,7 @@ class ShardCodes:
             return self._sent(shard.to(dtype))
 
     def _sent(self, values: Tensor) -> Sent:
-        spec, rule = self._at_rest, self._settings.scale_rule
+        spec, rule = self._plain_spec, self._settings.scale_rule
         made: Stack | Operand
         if values.dim() == 3:
             made = quantize_weights(list(values.unbind(0)), spec, rule=rule)[0]
@@ -396,7 +392,7 @@ def _kept(weight: GatheredWeight, settings: Settings) -> Any:
 
 
 def _of_codes(weight: GatheredWeight, settings: Settings) -> Any:
-    parts, (*groups, rows, k) = (weight.codes, weight.scales, at_rest(weight.fmt)), weight.shape
+    parts, (*groups, rows, k) = (weight.codes, weight.scales, plain_spec(weight.fmt)), weight.shape
     held: Any = Stack(*parts, groups[0], rows, k) if groups else Operand(*parts, rows, k)
     return KeptWeight(settings._replace(one_copy=True), held, None)
 

@@ -25,11 +25,7 @@ from te_mx.distributed.tensor_parallel import (
     way_of,
     whole,
 )
-from te_mx.fusion.fused_mlp import (
-    ATTRIBUTE,
-    run_as_step,
-    why_not_these,
-)
+from te_mx.fusion.fused_mlp import ATTRIBUTE, run_as_step, why_not_these
 from te_mx.nn.guards import FUSED, why_not_given
 from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.recipes.settings import Settings

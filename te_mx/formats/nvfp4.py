@@ -15,14 +15,7 @@ from torch import Tensor
 
 from te_mx.formats import stochastic
 from te_mx.formats.element import INF, MAGNITUDE
-from te_mx.formats.format import (
-    READ,
-    Format,
-    check_matrix,
-    check_random,
-    in_blocks,
-    register,
-)
+from te_mx.formats.format import READ, Format, check_matrix, check_random, in_blocks, register
 from te_mx.formats.mxfp4 import E2M1
 from te_mx.formats.mxfp8 import E4M3
 from te_mx.formats.scaling import STOCHASTIC, Scaling

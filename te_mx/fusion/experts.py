@@ -22,11 +22,7 @@ from te_mx.fusion.class_swap import LayerInPlace
 from te_mx.recipes.settings import Mixed, Settings
 from te_mx.weights import missing
 from te_mx.weights.grouped import OfGroups
-from te_mx.weights.ranks import (
-    above,
-    here,
-    is_gathered,
-)
+from te_mx.weights.ranks import above, here, is_gathered
 
 # (rows [R, in], ends of the experts) -> what is added to their products, [R, out]
 Adapter = Callable[[Tensor, Tensor], Tensor]

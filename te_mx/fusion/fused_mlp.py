@@ -19,7 +19,7 @@ from te_mx.autograd.weight_parts import of_codes
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.fusion.class_swap import Reclassed
-from te_mx.nn import frozen_mlp
+from te_mx.nn import norm_base
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.guards import (
     FEW_ROWS,
@@ -78,7 +78,7 @@ class FusedBlock(Reclassed):
         layers, settings, reason = self.layers_of_step(why_not_single)
         if settings is None or reason:
             return None
-        return frozen_mlp.run_few(self.__dict__[ATTRIBUTE].act, layers, x, settings)
+        return norm_base.run_few(self.__dict__[ATTRIBUTE].act, layers, x, settings)
 
     def _is_split(self) -> bool:
         """Whether its layers are those of several ranks (parallelize_module)."""

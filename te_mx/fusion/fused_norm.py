@@ -20,13 +20,7 @@ from te_mx.autograd.norm import NormStep, normalized
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import Norm
 from te_mx.fusion.class_swap import Reclassed
-from te_mx.nn.guards import (
-    FUSED,
-    RAN,
-    VALUES,
-    changed,
-    why_not_given,
-)
+from te_mx.nn.guards import FUSED, RAN, VALUES, changed, why_not_given
 from te_mx.nn.linear import Linear
 
 ATTRIBUTE = "_te_mx_norm"

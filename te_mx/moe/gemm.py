@@ -14,20 +14,9 @@ from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.groups import readable
 from te_mx.dispatch.moe import RoutedGemm, Routing
-from te_mx.moe.arguments import (
-    check_ids,
-    check_range,
-    refuse_transforms,
-    routing_weights,
-    rows_of,
-)
+from te_mx.moe.arguments import check_ids, check_range, refuse_transforms, routing_weights, rows_of
 from te_mx.moe.packed import PackedExperts, experts_of
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    check_written,
-    parts_of,
-)
+from te_mx.runtime.arguments import check_flag, check_size, check_written, parts_of
 
 OWNER = "moe.grouped_gemm"
 

@@ -27,11 +27,7 @@ from te_mx.autograd.activation import activation
 from te_mx.dispatch.fused import ACTIVATIONS, Activation
 from te_mx.dispatch.problem import INVARIANT
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.arguments import (
-    check_number,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_number, is_one_of, shown
 
 _CLOSE = 1e-5  # of values that may be fp32 on the way; tanh and erf forms of GELU differ by 5e-4
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}

@@ -21,13 +21,7 @@ from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.node import differentiable
 from te_mx.context import region as context
-from te_mx.context.region import (
-    RECOMPUTED,
-    active_region,
-    backward_pass_id,
-    innermost,
-    is_tracing,
-)
+from te_mx.context.region import RECOMPUTED, active_region, backward_pass_id, innermost, is_tracing
 from te_mx.nn import converted
 from te_mx.nn.checks import Checked
 from te_mx.nn.tensor_parallel import TensorParallelGroup
@@ -36,7 +30,7 @@ from te_mx.recipes.custom import settings_of
 from te_mx.recipes.settings import ByName, Mixed, Settings
 from te_mx.runtime import compiled
 from te_mx.runtime.arguments import check_flag
-from te_mx.runtime.ran import new_tags
+from te_mx.runtime.kernel_log import new_tags
 from te_mx.weights.freezing import Freezable, lies
 from te_mx.weights.gradients import DelayedWgrad
 from te_mx.weights.missing import check_saved
@@ -159,7 +153,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
     _module_type = "linear"  # Transformer Engine's module_type, of roles
     _seen: Settings | Mixed | None = NEVER  # what the last forward ran with
     _ran: Set[Settings | Mixed | None] = frozenset()  # what forwards ran with, in any thread
-    _tag: int = -1  # first slot in te_mx.runtime.ran.LAST_RUN, three for each linear step
+    _tag: int = -1  # first slot in te_mx.runtime.kernel_log.LAST_RUN, three for each linear step
 
     # --------------------------------------------------------------------------- running a forward
     def _held(self, *names: str) -> tuple[Any, ...]:

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.recipe import Settings
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    shown,
-    usable_device,
-)
+from te_mx.runtime.arguments import check_flag, check_size, shown, usable_device
 from te_mx.weights.ranks import is_gathered
 
 _LARGEST = 1 << 47  # elements: more than a process can address

@@ -19,9 +19,7 @@ from te_mx.context.region import output_dtype
 from te_mx.dispatch.fused import NORMS, Activation
 from te_mx.nn import activations
 from te_mx.nn.arguments import Options
-from te_mx.nn.norm_base import (
-    NormModule,
-)
+from te_mx.nn.norm_base import NormModule
 from te_mx.nn.tensor_parallel import BOTH
 from te_mx.recipes.settings import Mixed
 from te_mx.weights import gated_halves

@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_size, is_one_of, shown
 
 COLUMN, ROW, BOTH, EXPERTS = "column", "row", "both", "experts"
 SIZES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}  # that ranks share

@@ -18,7 +18,7 @@ from te_mx.dispatch.linear import FrozenCall, FrozenKernel, Gate
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.runtime.streams import capturing
 
 ANY_RULE = "rceil"  # stands where nothing is quantized

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from te_mx._ops import FLOAT_DTYPES, Operand, Stack, held_as, plain, quantize_2d, settled
 from te_mx._ops.quantize import tensors_of
-from te_mx.autograd.linear_recipe import at_rest, kept_weight
+from te_mx.autograd.linear_recipe import kept_weight, plain_spec
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Mixed, Settings
 from te_mx.weights import formats as frozen_formats
@@ -184,7 +184,7 @@ class Freezable(Sourced):
             self._forget_names()
         held: dict[str, Operand | Stack] = {}
         for key, parts in made.items():
-            row = held_as(parts, at_rest(settings.w), frozen.shapes[key])
+            row = held_as(parts, plain_spec(settings.w), frozen.shapes[key])
             held[key] = settled(row)
         self._drop_masters(frozen, held)
         self._source = frozen.frozen_to(settings, frozen.fixed if fixed is None else fixed, True)
@@ -351,7 +351,7 @@ def lies(module: Freezable, *keys: str) -> str:
 
 def rowwise(weight: Tensor, settings: Settings) -> Operand:
     """A matrix as its codes lie at rest."""
-    row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
+    row = quantize_2d(weight, plain_spec(settings.w), rule=settings.weight_rule).row
     assert row is not None
     return row
 

@@ -13,11 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_mx.autograd import weight_parts
-from te_mx.weights.ranks import (
-    above,
-    here,
-    is_spread,
-)
+from te_mx.weights.ranks import above, here, is_spread
 
 _HALVES = ("activated", "gate")  # in the order of fc1's rows
 KEYS = ("fc1_weight", "fc1_bias")

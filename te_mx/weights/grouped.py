@@ -16,7 +16,7 @@ from te_mx._ops import Stack
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import kept_weights
-from te_mx.autograd.linear_recipe import KeptWeight, at_rest
+from te_mx.autograd.linear_recipe import KeptWeight, plain_spec
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import is_dense
 from te_mx.weights.freezing import Freezable
@@ -37,7 +37,7 @@ class OfGroups(Freezable):
 
     def _plain_codes(self, key: str, settings: Settings) -> Stack:
         weights = [w.detach() for w in self._each_of(key)]
-        return quantize_weights(weights, at_rest(settings.w), rule=settings.weight_rule)[0]
+        return quantize_weights(weights, plain_spec(settings.w), rule=settings.weight_rule)[0]
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""

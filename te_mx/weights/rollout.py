@@ -15,7 +15,7 @@ from te_mx import formats
 from te_mx._ops import Operand, Stack
 from te_mx._ops.quantize import tensors_of
 from te_mx._ops.settled import held_as, settled
-from te_mx.autograd.linear_recipe import at_rest
+from te_mx.autograd.linear_recipe import plain_spec
 from te_mx.context.region import current_recipe
 from te_mx.recipe import Settings, resolve_recipe
 from te_mx.runtime.arguments import check_module, is_dense, shown
@@ -243,7 +243,7 @@ def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) ->
     for i, old in enumerate(held):
         each = [given[one].to(old.device).view(old.dtype) for one in names[i :: len(held)]]
         parts.append((each[0] if len(each) == 1 else torch.stack(each)).reshape(old.shape))
-    row: Operand | Stack = held_as(parts, at_rest(source.settings.w), source.shapes[key])
+    row: Operand | Stack = held_as(parts, plain_spec(source.settings.w), source.shapes[key])
     for part, new in as_buffers(settled(row)).items():
         if new is None:
             continue

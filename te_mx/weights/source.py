@@ -346,7 +346,7 @@ class Gathered(WeightSource):
 
 
 def tag_for(layer: Any, key: str) -> int:
-    """The first slot of a weight of a layer in te_mx.runtime.ran.LAST_RUN."""
+    """The first slot of a weight of a layer in te_mx.runtime.kernel_log.LAST_RUN."""
     return tag_of(layer._tag_now(), len(GEMMS) * layer._weight_keys.index(key))
 
 

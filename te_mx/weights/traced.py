@@ -28,22 +28,14 @@ from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx._ops.quantize import rows_beyond_2d
 from te_mx.autograd.activation import activation
-from te_mx.autograd.grouped import (
-    GroupedCall,
-    grouped_linear,
-    grouped_on_codes,
-)
-from te_mx.autograd.linear import (
-    Call,
-    linear,
-    linear_on_codes,
-)
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
+from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.linear_recipe import (
     GEMMS,
     KeptWeight,
     TracedWeight,
-    at_rest,
     mode_of,
+    plain_spec,
     plan_input,
     plan_weight,
     quantized_input,
@@ -58,7 +50,7 @@ from te_mx.dispatch.problem import frozen_rows
 from te_mx.layouts import ROWS
 from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime import compiled
-from te_mx.runtime.ran import note_read
+from te_mx.runtime.kernel_log import note_read
 from te_mx.runtime.streams import apart
 from te_mx.weights import decode, weight_only
 from te_mx.weights.changes import owner_of
@@ -235,7 +227,7 @@ def _run(x: Tensor, *args: Any) -> Tensor:
     held: Any = weights
     if how != MASTERS:
         shape = (n, x.shape[-1]) if offs is None else (groups, n, x.shape[-1])
-        w_spec = f"{settings.w}@{lies}" if lies else at_rest(settings.w)
+        w_spec = f"{settings.w}@{lies}" if lies else plain_spec(settings.w)
         held = held_as(weights, w_spec, shape).checked("the weight")
     checks.float_dtype(out_dtype)
     owner, kept, tag = _known(weights, key, settings, x.device, how)

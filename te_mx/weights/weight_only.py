@@ -25,7 +25,7 @@ from te_mx.autograd.grouped import grouped_plain
 from te_mx.autograd.saved import flatten, unflatten
 from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.groups import host_bounds, readable
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 
 def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:

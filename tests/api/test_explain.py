@@ -15,7 +15,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.gemm import Panel
 from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 CPU = torch.device("cpu")
 OF_CPUS = [kernel for kernel in kernels("gemm") if isinstance(kernel, Panel)]

@@ -13,7 +13,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx.api import gemm
 from te_mx.runtime import streams
-from te_mx.runtime.ran import LAST_RUN, new_tags
+from te_mx.runtime.kernel_log import LAST_RUN, new_tags
 
 BF16 = torch.bfloat16
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx._ops.linear import linear_kernel
+from te_mx._ops.linear import linear_kernel_of
 from te_mx.autograd import input_cache, linear, linear_recipe
 from te_mx.autograd.linear import Call, OneCallLinear
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
 from te_mx.dispatch.linear import Held
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -45,6 +45,10 @@ def settings(name="mxfp8", **fields):
 
 def step_by_step(x, w, b, s, dtype):
     return linear.LinearFunction.apply(x, w, b, Call(s, dtype))[0]
+
+
+def linear_kernel(x, w, s):
+    return linear_kernel_of((x.numel() // w.shape[1], *w.shape), x.device, x.dtype, s)
 
 
 def in_one_call(x, w, b, s, dtype, tag=-1):

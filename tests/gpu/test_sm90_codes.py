@@ -12,7 +12,7 @@ from te_mx import _ops as ops
 from te_mx._ops import Mode
 from te_mx.backends.sm90 import codes
 from te_mx.backends.sm90.gemm import Adaptive
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 LHS = (FP4, E4M3, E5M2)

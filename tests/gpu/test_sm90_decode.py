@@ -32,7 +32,7 @@ import te_mx
 from te_mx import formats
 from te_mx._ops.fused import act_quantize_2d
 from te_mx.dispatch.fused import Activation, ActStep, Target
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

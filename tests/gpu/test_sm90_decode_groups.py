@@ -8,7 +8,7 @@ import torch
 from decode_calls import BF16, F32, bits, decode, packed, recipe_of, rule_of, spread, stack_of
 
 import te_mx
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

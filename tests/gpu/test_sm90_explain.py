@@ -14,7 +14,7 @@ from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.backends.triton import binding as triton
 from te_mx.dispatch import registry
 from te_mx.recipe import MXFP8BlockScaling
-from te_mx.runtime import ran
+from te_mx.runtime import kernel_log
 
 SIZES = {"m": 300, "n": 200, "k": 256}
 
@@ -96,7 +96,7 @@ def test_wrong_words_are_refused():
 def anew(monkeypatch):
     """Kernels are chosen anew, in the test and after it."""
     monkeypatch.setattr(binding, "_problems", {})
-    monkeypatch.setattr(ran, "_warned", set())
+    monkeypatch.setattr(kernel_log, "_warned", set())
     registry.forget()
     yield monkeypatch
     monkeypatch.undo()

@@ -14,15 +14,7 @@ from te_mx._ops.grouped_quantize import quantize_grouped
 from te_mx.backends.reference import fused
 from te_mx.dispatch import registry
 from te_mx.dispatch.calls import ActGroups, Groups
-from te_mx.dispatch.fused import (
-    ACTIVATIONS,
-    NORMS,
-    Activation,
-    ActStep,
-    Norm,
-    NormStep,
-    Target,
-)
+from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation, ActStep, Norm, NormStep, Target
 from te_mx.nn import activations
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -16,7 +16,7 @@ from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize
 from te_mx.layouts.operand import Operand, stacked
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.weights import decode
 
 pytestmark = pytest.mark.usefixtures("poisoned")

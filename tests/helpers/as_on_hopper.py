@@ -18,11 +18,11 @@ from te_mx._ops import grouped_quantize
 from te_mx.autograd import grouped, grouped_loop
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import linear as cpu_linear
-from te_mx.backends.sm90 import binding, split_k
+from te_mx.backends.sm90 import binding, gemm
 from te_mx.backends.sm90 import grouped as sm90_grouped
 from te_mx.dispatch import forms, problem, registry
 from te_mx.dispatch.problem import Place
-from te_mx.runtime import ran
+from te_mx.runtime import kernel_log
 
 HOPPER = torch.device("cuda", 0)
 MULTIPROCESSORS = 132
@@ -38,7 +38,7 @@ def hopper(native: ModuleType = fake_sm90) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(binding, "_problems", {HOPPER.index: None})
         patch.setattr(binding, "stream", lambda index: 0)
         patch.setattr(binding, "set_execution", lambda args, index: None)
-        patch.setattr(split_k, "multiprocessors", lambda index: MULTIPROCESSORS)
+        patch.setattr(gemm, "multiprocessors", lambda index: MULTIPROCESSORS)
         patch.setattr(torch, "mm", _mm)
         yield patch
 
@@ -69,7 +69,7 @@ def _anew() -> Iterator[pytest.MonkeyPatch]:
     """Kernels are chosen anew, inside and afterwards, and every fallback warns, which fails a test
     unless it asks for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ran, "_warned", set())
+        patch.setattr(kernel_log, "_warned", set())
         registry.forget()
         yield patch
     registry.forget()

@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from function_calls import K, floats
 from judge import Call
-from malformed import (
-    COUNT,
-    DTYPE,
-    FLAG,
-    OPTIONAL_DTYPE,
-    RECIPE,
-    changed,
-    other_than,
-    values,
-)
+from malformed import COUNT, DTYPE, FLAG, OPTIONAL_DTYPE, RECIPE, changed, other_than, values
 from malformed_tensors import DIMENSIONS, INDEX, INPUT, OFFSETS, ROWS, SHAPED, output, plain
 from torch import Tensor
 

@@ -25,27 +25,8 @@ from malformed import (
     other_than,
     values,
 )
-from malformed_tensors import (
-    COLUMNS,
-    DIMENSIONS,
-    LAYOUTS,
-    META,
-    NO_TENSOR,
-    SCALAR,
-    STRIDES,
-)
-from te_kinds import (
-    HEADS,
-    HINT,
-    NOT_FLOATS,
-    STEPS,
-    WIDTH,
-    B,
-    E,
-    S,
-    T,
-    call,
-)
+from malformed_tensors import COLUMNS, DIMENSIONS, LAYOUTS, META, NO_TENSOR, SCALAR, STRIDES
+from te_kinds import HEADS, HINT, NOT_FLOATS, STEPS, WIDTH, B, E, S, T, call
 
 import te_mx
 import te_mx.pytorch as te

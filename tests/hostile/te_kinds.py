@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from judge import Call
 from malformed import COUNT, Kind, changed, other_than, values
-from malformed_tensors import (
-    COLUMNS,
-    DIMENSIONS,
-    LAYOUTS,
-    META,
-    NO_TENSOR,
-    SCALAR,
-    plain,
-)
+from malformed_tensors import COLUMNS, DIMENSIONS, LAYOUTS, META, NO_TENSOR, SCALAR, plain
 
 HEADS, WIDTH, S, B, T, E = 4, 8, 6, 2, 8, 4
 HIDDEN = HEADS * WIDTH

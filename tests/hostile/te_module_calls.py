@@ -24,15 +24,7 @@ from malformed import (
     other_than,
     values,
 )
-from malformed_tensors import (
-    COLUMNS,
-    DIMENSIONS,
-    LAYOUTS,
-    META,
-    NO_TENSOR,
-    SCALAR,
-    STRIDES,
-)
+from malformed_tensors import COLUMNS, DIMENSIONS, LAYOUTS, META, NO_TENSOR, SCALAR, STRIDES
 from te_kinds import (
     HEADS,
     HEADS_OF,

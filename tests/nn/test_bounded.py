@@ -12,7 +12,7 @@ from torch import nn
 
 import te_mx
 from te_mx.autograd import grad_target
-from te_mx.runtime import ran
+from te_mx.runtime import kernel_log
 
 
 def run(layer: torch.nn.Module, **arguments) -> None:
@@ -24,27 +24,30 @@ def run(layer: torch.nn.Module, **arguments) -> None:
 
 def test_records_of_kernels():
     gc.collect()
-    before = len(ran.LAST_RUN)
+    before = len(kernel_log.LAST_RUN)
     for _ in range(20):
         run(te_mx.Linear(16, 16))
         run(te_mx.LayerNormMLP(16, 32))
         run(te_mx.GroupedLinear(2, 16, 16), m_splits=[1, 3])
         run(copy.deepcopy(te_mx.Linear(16, 16)))
     gc.collect()
-    assert len(ran.LAST_RUN) <= before
+    assert len(kernel_log.LAST_RUN) <= before
 
 
 def test_records_of_backward_passes_that_outlive_their_module():
     held = te_mx.Linear(16, 16)
     run(held)
-    living = len(ran._living)
+    living = len(kernel_log._living)
     x = torch.randn(4, 16, requires_grad=True)
     for _ in range(100):
         with te_mx.autocast():
             y = te_mx.Linear(16, 16)(x)
         gc.collect(0)
         y.sum().backward()
-    assert len(ran.LAST_RUN) <= 2 * ran.TAGS * (living + ran.TAGS) + 3 * ran.TAGS
+    assert (
+        len(kernel_log.LAST_RUN)
+        <= 2 * kernel_log.TAGS * (living + kernel_log.TAGS) + 3 * kernel_log.TAGS
+    )
     assert te_mx.audit(held)["(root)"].wgrad not in ("never ran", "high precision")
 
 
@@ -78,7 +81,7 @@ def test_converting_and_reverting_keeps_nothing(what):
     """A layer that is te_mx's no more has no finalizer of te_mx, however often it was."""
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     how = {"bound": {"recipe": te_mx.get_default_recipe()}, "fused": {"fuse": True}}.get(what, {})
-    x, living, registered = torch.randn(8, 64), len(ran._living), []
+    x, living, registered = torch.randn(8, 64), len(kernel_log._living), []
     for _ in range(4):
         te_mx.convert_model(model, **how)
         with te_mx.autocast():
@@ -86,4 +89,4 @@ def test_converting_and_reverting_keeps_nothing(what):
         te_mx.revert_model(model)
         gc.collect()
         registered.append(len(weakref.finalize._registry))
-    assert len(ran._living) <= living and len(set(registered[1:])) == 1
+    assert len(kernel_log._living) <= living and len(set(registered[1:])) == 1

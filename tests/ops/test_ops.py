@@ -23,7 +23,7 @@ from te_mx.backends.reference import quantize as reference
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Quantize
 from te_mx.dispatch.registry import pick
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 OPS = torch.ops.te_mx
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
@@ -105,9 +105,11 @@ def test_opcheck_dequantize(layout, dtype):
     torch.library.opcheck(OPS.dequantize, (*o[:5], dtype))
 
 
-@pytest.mark.parametrize("gelu", ["", "tanh", "erf"])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("bias_grad", ["", "operand", "result"])
+@pytest.mark.parametrize(
+    ("gelu", "backward", "bias_grad"),
+    [*itertools.product(["", "tanh"], [False, True], ["", "operand", "result"]),
+     ("erf", False, "operand"), ("erf", True, "result")],
+)  # fmt: skip
 def test_opcheck_gemm(gelu, backward, bias_grad):
     lhs, rhs = operand(20, 70, "cols"), operand(24, 70)
     bias = None if backward else torch.randn(24, requires_grad=True)

@@ -8,15 +8,7 @@ import copy
 import torch
 import torch.distributed as dist
 import transformers
-from data_parallel_cases import (
-    RECIPE,
-    equal,
-    gradients,
-    mean_gradients,
-    refused,
-    sharded,
-    step,
-)
+from data_parallel_cases import RECIPE, equal, gradients, mean_gradients, refused, sharded, step
 from tensor_parallel_cases import DEVICE, K, M, N, of
 from torch import nn
 

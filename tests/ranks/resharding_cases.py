@@ -16,12 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_mx
-from te_mx.distributed import (
-    ModuleParallel,
-    join_halves,
-    quantized_all_gather,
-    split_halves,
-)
+from te_mx.distributed import ModuleParallel, join_halves, quantized_all_gather, split_halves
 
 
 def model(how, mesh, seed):

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import (
-    BLOCK_ROWS,
-    FLOAT_DTYPES,
-    pointer,
-    typed_address,
-)
+from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, pointer, typed_address
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import (
     HEADER_BYTES,
@@ -25,13 +20,7 @@ from te_mx.backends.cpu.binding import (
 )
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.quantize import set_outputs, why_not_nvfp4
-from te_mx.backends.native import (
-    fields_to,
-    one_read,
-    one_read_of_weights,
-    record_of,
-    words_of,
-)
+from te_mx.backends.native import fields_to, one_read, one_read_of_weights, record_of, words_of
 from te_mx.dispatch.calls import (
     GroupedK,
     GroupedRows,

@@ -12,7 +12,7 @@ import torch
 
 from te_mx.backends.base import why_not_dtype
 from te_mx.backends.native import BLOCKWISE, is_aligned, one_read
-from te_mx.backends.sm90 import split_k
+from te_mx.backends.sm90 import gemm
 from te_mx.backends.sm90.envelope import not_adaptive, why_not, why_not_each, why_not_second
 from te_mx.backends.sm90.gemm import Products
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
@@ -140,7 +140,7 @@ class Blockwise(Kernel):
     def make_plan(self, problem: Problem) -> Plan:
         p, sides = problem, (problem.lhs, problem.rhs)
         if all(map(is_aligned, sides)):
-            parts = split_k.parts(p.place.index, p.m, p.n, p.k) if p.split_k else 1
+            parts = gemm.parts(p.place.index, p.m, p.n, p.k) if p.split_k else 1
             return Products(self.name, p, parts)
         lhs, rhs = (f"{spec_of(side).format.name}@{LAYOUT}" for side in sides)
         products = Products(self.name, p._replace(lhs=lhs, rhs=rhs), 1)

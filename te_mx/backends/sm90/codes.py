@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4
-from te_mx.backends.sm90 import split_k
+from te_mx.backends.sm90 import gemm
 from te_mx.backends.sm90.gemm import Adaptive, Products, is_plain_fp4
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch.calls import Product, Ran
@@ -54,7 +54,7 @@ def best_parts(m: int, n: int, k: int, sms: int) -> int:
 @lru_cache(maxsize=4096)
 def parts_before(m: int, n: int, k: int, sms: int) -> int:
     """The parts of k of D[m, n] where codes are unpacked before the product."""
-    parts = split_k.best(m, n, k, sms)
+    parts = gemm.best(m, n, k, sms)
     blocks = -(-m // BLOCK) * -(-n // BLOCK)
     return 2 if parts == 1 and -(-k // STEP_K) >= TWO_FROM and 2 * blocks <= sms else parts
 
@@ -72,7 +72,7 @@ def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool)
         return False
     codes = (n + m) * k
     of_packed = parts_before(m, n, k, sms) if cut else 1
-    before = UNPACK_US + codes / UNPACK_RATE + split_k.product_us(m, n, k, sms, of_packed)
+    before = UNPACK_US + codes / UNPACK_RATE + gemm.product_us(m, n, k, sms, of_packed)
     in_loop = _us(m, n, k, sms, parts)
     return before < in_loop + INPUT_US + m * k / INPUT_RATE
 
@@ -100,7 +100,7 @@ class _Before(Adaptive):
     """Its products whose codes are unpacked before them."""
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
-        return parts_before(m, n, k, split_k.multiprocessors(index))
+        return parts_before(m, n, k, gemm.multiprocessors(index))
 
 
 class Codes(Adaptive):
@@ -122,7 +122,7 @@ class Codes(Adaptive):
 
     @staticmethod
     def _unpacked_before(problem: Problem) -> bool:
-        sms = split_k.multiprocessors(problem.place.index)
+        sms = gemm.multiprocessors(problem.place.index)
         sizes = problem.m, problem.n, problem.k
         return faster_before(*sizes, sms, problem.split_k, is_plain_fp4(problem.lhs))
 
@@ -152,11 +152,11 @@ class Codes(Adaptive):
         return super().parts(problem)
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
-        return best_parts(m, n, k, split_k.multiprocessors(index))
+        return best_parts(m, n, k, gemm.multiprocessors(index))
 
     def make_plan(self, problem: Problem) -> Plan:
         p = problem
-        sms = split_k.multiprocessors(p.place.index)
+        sms = gemm.multiprocessors(p.place.index)
         if self._unpacked_before(p):
             whole = not p.split_k or parts_before(p.m, p.n, p.k, sms) == 1
             return _IN_BLOCKS[blocks_before(p.m, p.n, sms) if whole else ""].make_plan(p)

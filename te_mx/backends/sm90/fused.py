@@ -18,15 +18,7 @@ from te_mx.backends.sm90.binding import rows_of
 from te_mx.backends.sm90.blockwise import makes_both
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
-from te_mx.dispatch.fused import (
-    ACT_IDS,
-    ActParts,
-    ActStep,
-    NormParts,
-    NormRows,
-    NormStep,
-    Target,
-)
+from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormRows, NormStep, Target
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import FROZEN_ROWS, Problem
 from te_mx.dispatch.registry import register

@@ -13,7 +13,7 @@ from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, LAYOUTS, pointer, set_
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import gemm
-from te_mx.backends.sm90 import binding, split_k
+from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
 from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, packed_values
@@ -26,6 +26,37 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
+
+
+# ----------------------------------------------------------------------------------------- split k
+# Into how many parts the adaptive GEMM of Hopper cuts K, where D has too few tiles for the GPU.
+# A cost model, so that the answer (and with it the order of sums) depends on the sizes and the GPU
+# alone: csrc/sm90/gemm/gemm_choice.cpp, beside the table of tiles that the kernels are chosen
+# from. docs/numerics.md says what cutting does to bits.
+def parts(index: int, n: int, m: int, k: int) -> int:
+    """The parts of K of D[n, m] = b[n, k] @ a[m, k]^T on a CUDA device; 1: K in one piece."""
+    return best(n, m, k, multiprocessors(index))
+
+
+@lru_cache(maxsize=4096)
+def product_us(n: int, m: int, k: int, sms: int, parts: int) -> float:
+    """Microseconds of the adaptive GEMM of packed operands with k in `parts`, by the model; 0
+    without native code."""
+    native = cpu.native()
+    return 0.0 if native is None else float(native.sm90_product_us(n, m, k, sms, parts))
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(index: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@lru_cache(maxsize=4096)
+def best(n: int, m: int, k: int, sms: int) -> int:
+    """The number of parts that takes the least time on a GPU with so many multiprocessors."""
+    native = cpu.native()
+    return 1 if native is None else native.sm90_gemm_parts(n, m, k, sms)
 
 
 # -------------------------------------------------------------------------------------------- ways
@@ -265,7 +296,7 @@ class Adaptive(Kernel):
         return self._parts(problem.place.index, problem.m, problem.n, problem.k)
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
-        return way_of(self.configuration).parts or split_k.parts(index, m, n, k)
+        return way_of(self.configuration).parts or parts(index, m, n, k)
 
     def sums(self, problem: Problem) -> str:
         # Not of the blocks of D. Of m: rows of a tile share exponents.

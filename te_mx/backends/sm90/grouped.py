@@ -39,9 +39,7 @@ from te_mx.backends.sm90.blockwise import (
     makes_both,
     why_not_sides,
 )
-from te_mx.backends.sm90.blockwise import (
-    NAME as OF_BLOCKS,
-)
+from te_mx.backends.sm90.blockwise import NAME as OF_BLOCKS
 from te_mx.backends.sm90.envelope import (
     as_multiplied,
     not_adaptive,

@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_mx.backends.base import (
-    FLOAT_DTYPES,
-    LAYOUTS,
-    format_fields,
-)
+from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, format_fields
 from te_mx.backends.native import fields_to, words_of
 from te_mx.backends.sm90 import binding, blockwise
 from te_mx.backends.sm90.gemm import ADAPTIVE

@@ -13,7 +13,7 @@ from te_mx.autograd.linear import Call, LinearFunction, OneCallLinear
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.linear import MOST_CODES
 from te_mx.dispatch.linear import LinearProblem
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from te_mx.dispatch.calls import Epilogue, Groups, Quantize, QuantizeGroups, Qua
 from te_mx.dispatch.registry import pick
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -9,7 +9,7 @@ from as_on_hopper import hide_splits, hopper_with_groups
 
 import te_mx
 from te_mx.recipe import BlockScaling, Float8BlockScaling
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 N, K = 40, 136
 SPLITS = [3, 0, 5, 1]

@@ -15,7 +15,7 @@ from te_mx import formats, layouts
 from te_mx.backends.sm90.decode import Decode
 from te_mx.layouts.operand import Operand
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 N, K = 52, 168
 FORMATS = "mxfp8_e4m3", "mxfp4"

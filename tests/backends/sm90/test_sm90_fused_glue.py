@@ -28,7 +28,7 @@ from te_mx.dispatch.fused import (
     Target,
 )
 from te_mx.layouts.operand import Quantized
-from te_mx.runtime.ran import FallbackWarning
+from te_mx.runtime.kernel_log import FallbackWarning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 E4M3, E5M2, LOW = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128"

@@ -19,7 +19,7 @@ from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.backends.sm90.quantize import Quantizer
 from te_mx.dispatch import run
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 # (m, n, k): tails everywhere, one of each, whole tiles.
 SHAPES = ((75, 130, 200), (1, 1, 1), (128, 128, 128))

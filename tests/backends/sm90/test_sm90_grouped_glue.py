@@ -21,7 +21,7 @@ from te_mx.backends.sm90.layouts import groups as layout
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch.groups import Bounds
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
 LARGE = st.lists(st.sampled_from([0, 0, 1, 31, 127, 128, 129, 300]), min_size=1, max_size=6)

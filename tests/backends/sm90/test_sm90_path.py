@@ -15,7 +15,7 @@ from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import forms, registry
 from te_mx.dispatch.problem import Place, Problem
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN
 
 KINDS = ("gauss", "rows", "spread", "zeros")
 E4M3 = "mxfp8_e4m3"
