@@ -15,19 +15,11 @@ from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import find
 
 
-def linear_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> LinearKernel | None:
-    """The kernel that runs forward and backward of a layer in one call each, or None."""
-    n, k = weight_NK.shape
-    size, device = x.numel(), x.device
-    if size == 0 or n * k == 0 or weight_NK.device != device:
-        return None
-    return linear_kernel_of((size // k, n, k), device, x.dtype, settings)
-
-
 def linear_kernel_of(
     sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype, settings: Any
 ) -> LinearKernel | None:
-    """The same of x [m, k] of a dtype and a weight [n, k]."""
+    """The kernel that runs forward and backward of a layer in one call each, or None: of x [m, k]
+    of a dtype and a weight [n, k]."""
     m, n, k = sizes
     if 0 in sizes:
         return None

@@ -298,6 +298,11 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
         ctx.linked = False
         ctx.save_for_backward(*saved)
         return made
+    return linked(ctx, saved, *made)
+
+
+def linked(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
+    """The same, of code that is not compiled."""
     if _LOSES_NODES:
         _refuse_split_backward(type(ctx))
     link = torch.empty(0)
