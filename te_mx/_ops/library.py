@@ -39,13 +39,13 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
     return getattr(torch.ops.te_mx, name).default
 
 
-def is_watched() -> bool:
-    """Whether somebody watches the dispatcher: torch.compile, modes of both kinds, transforms of
-    functorch, jit tracing, the profiler."""
+def is_watched(modes: bool = True) -> bool:
+    """Whether somebody watches the dispatcher: torch.compile, dispatch modes, transforms of
+    functorch, jit tracing, the profiler; and, as modes says, function modes."""
     return (
         _compiling()
         or dispatch_modes() > 0
-        or has_torch_function(_NOTHING)
+        or (modes and has_torch_function(_NOTHING))
         or transform_level() is not None
         or _tracing()
         or profiling()
@@ -54,23 +54,12 @@ def is_watched() -> bool:
 
 def is_direct(x: Tensor, *others: Tensor | None, modes: bool = True) -> bool:
     """Whether x, and others, may go straight to an implementation: plain CPU or CUDA tensors whose
-    memory holds their values, and nobody who watches the dispatcher. modes: whether function modes
-    count as watchers.
+    memory holds their values, and nobody who watches the dispatcher (modes: as of `is_watched`).
 
     Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold their values:
     the dispatcher makes copies of them that do.
     """
-    if (
-        _compiling()
-        or type(x) not in _PLAIN
-        or not (x.is_cpu or x.is_cuda)
-        or x.is_neg()
-        or dispatch_modes()
-        or (modes and has_torch_function(_NOTHING))
-        or transform_level() is not None
-        or _tracing()
-        or profiling()
-    ):
+    if is_watched(modes) or type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda) or x.is_neg():
         return False
     for other in others:
         if other is not None and (type(other) not in _PLAIN or other.is_neg()):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
@@ -264,10 +265,10 @@ class Calls(LinearPlan):
         ran = self.run(self.native.linear_backward, args, temp, room.backward_temp)
         if ran < 0:
             return None
-        if add_to is not None or into is not None:
-            for out in (add_to, into and into.out):
-                if out is not None and not out.is_inference():
-                    torch.autograd.graph.increment_version(out)  # written behind autograd
+        if add_to is not None:
+            _written(add_to)
+        if into is not None and into.out is not None:
+            _written(into.out)
         if tag >= 0:
             if dx is not None:
                 LAST_RUN[tag + 1] = self.names[ran & 255]
@@ -284,8 +285,8 @@ class Calls(LinearPlan):
         device, room = g_col.device, self.room
         if out is None:
             out = torch.empty((n, k), dtype=dtype, device=device)
-        elif not out.is_inference():
-            torch.autograd.graph.increment_version(out)
+        else:
+            _written(out)
         temp, g = self.acquire(room.backward_temp, device=device), g_col.data_ptr()
         x_codes, x_scales = _addresses(x_col, room.x_col)
         args = self.backward_plan.copy(
@@ -319,6 +320,12 @@ class Calls(LinearPlan):
         if w_col is not None and not _lies(w_col):
             w_col = _saved(w_col, self.w_col, k, n, "the weight")
         return x_col, w_col
+
+
+def _written(out: Tensor) -> None:
+    """Native code wrote behind autograd."""
+    if not out.is_inference():
+        increment_version(out)
 
 
 def _lies(part: Part) -> bool:

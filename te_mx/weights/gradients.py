@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd import node
 from te_mx.autograd.grad_target import (
     Label,
     OwnedGradient,
@@ -60,8 +59,6 @@ def grad_target(
         if again is not None:  # a reentrant checkpoint, which runs this again with gradients
             _started(parameters, again)
         return None
-    if node.active():
-        node.refuse(layer._label(), parameters)
     if queue is None and delay:
         queue = layer._wgrad_queue()
     owners = owners_of(layer, parameters, owned) if owned is not None or wrapped else ()
