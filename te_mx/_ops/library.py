@@ -22,6 +22,7 @@ LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
 _compiling = torch.compiler.is_dynamo_compiling
 _tracing = torch.jit.is_tracing
 _NOTHING = (None,)  # which a mode alone would look at
+_PLAIN = frozenset((Tensor, Parameter))
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -38,30 +39,42 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
     return getattr(torch.ops.te_mx, name).default
 
 
-def is_direct(x: Tensor, *others: Tensor | None, modes: bool = True) -> bool:
-    """Whether x, and others, may go straight to an implementation: plain CPU or CUDA tensors whose
-    memory holds their values, and nobody who watches the dispatcher. modes: whether function modes
-    count as watchers.
-
-    Others are torch.compile, dispatch modes, functorch transforms, jit tracing and the profiler.
-    Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold their values:
-    the dispatcher makes copies of them that do.
-    """
-    if (
+def is_watched(modes: bool = True) -> bool:
+    """Whether somebody watches the dispatcher: torch.compile, dispatch modes, transforms of
+    functorch, jit tracing, the profiler; and, as modes says, function modes."""
+    return (
         _compiling()
-        or not (type(x) is Tensor or type(x) is Parameter)
-        or not (x.is_cpu or x.is_cuda)
-        or x.is_neg()
-        or dispatch_modes()
+        or dispatch_modes() > 0
         or (modes and has_torch_function(_NOTHING))
         or transform_level() is not None
         or _tracing()
         or profiling()
-    ):
+    )
+
+
+def is_direct(x: Tensor, *others: Tensor | None, modes: bool = True) -> bool:
+    """Whether x, and others, may go straight to an implementation: plain CPU or CUDA tensors whose
+    memory holds their values, and nobody who watches the dispatcher (modes: as of `is_watched`).
+
+    Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold their values:
+    the dispatcher makes copies of them that do.
+    """
+    if is_watched(modes) or type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda) or x.is_neg():
         return False
     for other in others:
+        if other is not None and (type(other) not in _PLAIN or other.is_neg()):
+            return False
+    return True
+
+
+def are_direct(x: Tensor, *others: Tensor | None) -> bool:
+    """The same, and whether all are on one device."""
+    if not is_direct(x):
+        return False
+    device = x.device
+    for other in others:
         if other is not None and (
-            not (type(other) is Tensor or type(other) is Parameter) or other.is_neg()
+            other.device != device or type(other) not in _PLAIN or other.is_neg()
         ):
             return False
     return True

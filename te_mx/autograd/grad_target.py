@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_mx._ops import FLOAT_DTYPES, capturing
+from te_mx.dispatch.linear import Into
 from te_mx.torch_internals import knows_passes, pass_id, will_run
 
 # run(out, dtype, accumulate): a GEMM, into `out` or as a new tensor of `dtype`.
@@ -100,7 +101,8 @@ class Start:
     __slots__ = ("__weakref__",)
 
 
-_starts = WeakIdKeyDictionary()  # weight: a weak reference to the Start that waits
+# By the id of the weight, which lives as long as a Start: a weak reference to the one that waits.
+_starts: dict[int, ref[Start]] = {}
 _begun = WeakIdKeyDictionary()  # weight: the backward pass that overwrote its main_grad last
 
 
@@ -121,15 +123,20 @@ def started(parameter: Tensor, again: dict[int, Start] | None) -> Start | None:
     start = _waiting(parameter)
     if start is None:
         start = Start()
-        _starts[parameter] = ref(start)
+        _starts[key] = ref(start, partial(_forget_start, key))
     if again is not None:
         again[key] = start
     return start
 
 
 def _waiting(parameter: Tensor) -> Start | None:
-    held = _starts.get(parameter)
+    held = _starts.get(id(parameter))
     return None if held is None else held()
+
+
+def _forget_start(key: int, gone: ref[Start]) -> None:
+    if _starts.get(key) is gone:
+        del _starts[key]
 
 
 def overwrites(parameter: Tensor, task: int) -> bool:
@@ -143,7 +150,7 @@ def overwrites(parameter: Tensor, task: int) -> bool:
 
 def has_begun(parameter: Tensor, task: int) -> None:
     """Called when a gradient of the pass has overwritten main_grad."""
-    _starts.pop(parameter, None)
+    _starts.pop(id(parameter), None)
     _begun[parameter] = task
 
 
@@ -222,31 +229,38 @@ class WeightGradient:
         """Run or queue the GEMM; returns what backward returns for the weight. node: of the weight
         in the graph, where the caller knows it."""
         use = self._use(node)
-        if not any(use.wanted):
+        if True not in use.wanted:
             return None
         if self.fuse:
             self._main_grads(use)  # what is wrong with them is said before anything runs
         if self.queue is not None:
-            versions = Versions(wgrad.reads)
-            self.queue.append(lambda: self._finish(wgrad, dtype, versions, use))
+            versions = Versions(wgrad.reads) if wgrad.reads else None
+            self.queue.append(partial(self._finish, wgrad, dtype, versions, use))
         else:
             self._fuse(wgrad, use)
         made = self._stand_in() if self.fuse else None
         return self._zeros(use, dtype) if made is None else made
 
-    def direct(self, node: Any) -> Direct | None:
-        """Where a GEMM that runs now writes the gradient, where that is main_grad of one parameter;
-        None where `take` has to decide."""
+    def direct(self, node: Any) -> tuple[Into, Use] | None:
+        """Where a GEMM that runs now writes the gradient, where that is main_grad of one parameter,
+        for `done`; None where `take` has to decide."""
         if type(self) is not WeightGradient or self.queue is not None or len(self.parameters) != 1:
             return None
-        now = pass_id()
-        if node is None or now == -1:
-            use = self._use(node)
-        else:
-            wanted, captured = _runs(node)
-            use = Use(now if self.made_in == -1 else self.made_in, (wanted,), captured)
-        out = self._main_grads(use)[0] if self.fuse and use.wanted[0] else None
-        return None if out is None or out.dtype not in FLOAT_DTYPES else Direct(self, use, out)
+        use, parameter = self._use(node), self.parameters[0]
+        if not (self.fuse and use.wanted[0] and parameter.requires_grad):
+            return None
+        out = self._main_grad_of(parameter)
+        if out.dtype not in FLOAT_DTYPES:
+            return None
+        return Into(out, not overwrites(parameter, use.task)), use
+
+    def done(self, into: Into, use: Use) -> Tensor | None:
+        """Called when that GEMM runs; returns what backward returns for the weight."""
+        parameter = self.parameters[0]
+        if not into.accumulate:
+            has_begun(parameter, use.task)
+        made = self._stand_in() if hasattr(parameter, "grad_added_to_main_grad") else None
+        return self._zeros(use, parameter.dtype) if made is None and use.captured else made
 
     def _use(self, node: Any = None) -> Use:
         """What the backward pass that runs now is for."""
@@ -254,26 +268,36 @@ class WeightGradient:
         task = now if self.made_in == -1 else self.made_in
         if node is None or now == -1 or len(self.parameters) > 1:
             found = _reached(self.parameters)
-        else:
-            found = [_runs(node)]
-        return Use(task, tuple(one[0] for one in found), any(one[1] for one in found))
+            return Use(task, tuple(one[0] for one in found), any(one[1] for one in found))
+        wanted, captured = _runs(node)
+        return Use(task, (wanted,), captured)
 
-    @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
+    def _finish(
+        self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions | None, use: Use
+    ) -> None:
         """The delayed GEMM, and what autograd would have done with its result."""
-        versions.check(self.label)
+        if versions is None and len(self.parameters) == 1:  # nothing that autograd would record
+            self._put(wgrad, dtype, use)
+            return
+        if versions is not None:
+            versions.check(self.label)
+        with torch.no_grad():
+            self._put(wgrad, dtype, use)
+
+    def _put(self, wgrad: Wgrad, dtype: torch.dtype, use: Use) -> None:
         if self.fuse:
             self._fuse(wgrad, use)
             return
         dw_NK = wgrad(None, dtype, False)
         parts = [dw_NK] if len(self.parameters) == 1 else [p.clone() for p in self._parts(dw_NK)]
         for parameter, dw, wanted in zip(self.parameters, parts, use.wanted, strict=True):
+            grad = parameter.grad
             if not (wanted and parameter.requires_grad):
                 continue
-            if parameter.grad is None:
+            if grad is None:
                 parameter.grad = dw
             else:
-                parameter.grad += dw
+                grad.detach().add_(dw)
 
     def _fuse(self, wgrad: Wgrad, use: Use) -> None:
         grads = self._main_grads(use)
@@ -335,27 +359,30 @@ class WeightGradient:
             if not (wanted and parameter.requires_grad):
                 grads.append(None)
                 continue
-            grad = getattr(parameter, "main_grad", None)
-            if not isinstance(grad, Tensor):
-                raise RuntimeError(
-                    f"{self.label}: fuse_wgrad_accumulation=True adds the weight gradient to "
-                    "weight.main_grad, and the weight has none; set it before backward, e.g. "
-                    "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
-                )
-            if grad.shape != parameter.shape or grad.device != parameter.device:
-                raise RuntimeError(
-                    f"{self.label}: weight.main_grad must be {tuple(parameter.shape)} on "
-                    f"{parameter.device} as the weight, got {tuple(grad.shape)} on {grad.device}"
-                )
-            known = grad.dtype in (*FLOAT_DTYPES, parameter.dtype)
-            if not known or not grad.is_contiguous() or grad.is_neg():
-                kind = "a negative view of " if grad.is_neg() else ""
-                raise RuntimeError(
-                    f"{self.label}: weight.main_grad must be contiguous float32, bfloat16 or "
-                    f"float16, got {kind}{grad.dtype} with strides {grad.stride()}"
-                )
-            grads.append(grad)
+            grads.append(self._main_grad_of(parameter))
         return grads
+
+    def _main_grad_of(self, parameter: Tensor) -> Tensor:
+        grad = getattr(parameter, "main_grad", None)
+        if not isinstance(grad, Tensor):
+            raise RuntimeError(
+                f"{self.label}: fuse_wgrad_accumulation=True adds the weight gradient to "
+                "weight.main_grad, and the weight has none; set it before backward, e.g. "
+                "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
+            )
+        if grad.shape != parameter.shape or grad.device != parameter.device:
+            raise RuntimeError(
+                f"{self.label}: weight.main_grad must be {tuple(parameter.shape)} on "
+                f"{parameter.device} as the weight, got {tuple(grad.shape)} on {grad.device}"
+            )
+        known = grad.dtype in FLOAT_DTYPES or grad.dtype == parameter.dtype
+        if not known or not grad.is_contiguous() or grad.is_neg():
+            kind = "a negative view of " if grad.is_neg() else ""
+            raise RuntimeError(
+                f"{self.label}: weight.main_grad must be contiguous float32, bfloat16 or "
+                f"float16, got {kind}{grad.dtype} with strides {grad.stride()}"
+            )
+        return grad
 
     def _stand_in(self) -> Tensor | None:
         """What takes the place of .grad: autograd hooks of data-parallel wrappers wait for one.
@@ -391,25 +418,6 @@ class WeightGradient:
             return None
         shape = (sum(p.shape[0] for p in self.parameters), *first.shape[1:])
         return torch.zeros(shape, dtype=dtype, device=first.device)
-
-
-class Direct:
-    """main_grad of one parameter, which a GEMM writes to, or adds to."""
-
-    __slots__ = ("accumulate", "out", "sink", "use")
-
-    def __init__(self, sink: WeightGradient, use: Use, out: Tensor) -> None:
-        self.sink, self.use, self.out = sink, use, out
-        self.accumulate = not overwrites(sink.parameters[0], use.task)
-
-    def done(self) -> Tensor | None:
-        """Called when the GEMM runs; returns what backward returns for the weight."""
-        sink, use = self.sink, self.use
-        if not self.accumulate:
-            has_begun(sink.parameters[0], use.task)
-        parameter = sink.parameters[0]
-        made = sink._stand_in() if hasattr(parameter, "grad_added_to_main_grad") else None
-        return sink._zeros(use, parameter.dtype) if made is None and use.captured else made
 
 
 class _Nodes(torch.autograd.Function):
@@ -503,12 +511,10 @@ class OwnedGradient(WeightGradient):
         if self.queue is None:
             self._finish(wgrad, dtype, versions, use)
         else:
-            self.queue.append(lambda: self._finish(wgrad, dtype, versions, use))
+            self.queue.append(partial(self._finish, wgrad, dtype, versions, use))
         return self._zeros(use, dtype)
 
-    @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
-        versions.check(self.label)
+    def _put(self, wgrad: Wgrad, dtype: torch.dtype, use: Use) -> None:
         dw_NK = wgrad(None, torch.float32 if self.fuse else dtype, False)
         parts = [dw_NK] if len(self.owners) == 1 else [p.clone() for p in self._parts(dw_NK)]
         for owner, dw, wanted in zip(self.owners, parts, use.wanted, strict=True):

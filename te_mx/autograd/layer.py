@@ -543,7 +543,7 @@ def _backward_in_one_call(
             one = None
             if sink is not None and product.need_dw:
                 one = sink.direct(nodes[edge][0])
-                into.append(LATER if one is None else Into(one.out, one.accumulate))
+                into.append(LATER if one is None else one[0])
             else:
                 into.append(None)
             found.append(one)
@@ -590,7 +590,7 @@ def _backward_in_one_call(
         elif dw is not None:
             if tag >= 0:
                 LAST_RUN[tag] = plan.kernels[i]
-            dws[i] = dw if one is None else one.done()
+            dws[i] = dw if one is None else ctx.sinks[i].done(*one)
         if db is not None:
             dbs[i] = db if db.dtype == dtypes[1] else db.to(dtypes[1])
     if tags[0] >= 0:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d
-from te_mx._ops.library import is_direct
+from te_mx._ops.library import are_direct, is_direct, is_watched
 from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx._ops.linear import linear_kernel_of
 from te_mx.autograd import input_cache, layer, linear_recipe, sequence_parallel
@@ -41,12 +41,12 @@ from te_mx.autograd.linear_recipe import (
     on_codes,
     quantized_columns,
 )
-from te_mx.autograd.node import outputs, place, run_backward, tag_of
+from te_mx.autograd.node import linked, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.kernels import derive, derived
-from te_mx.dispatch.linear import LATER, Held, Into, LinearKernel, LinearPlan, LinearProblem, Part
+from te_mx.dispatch.linear import LATER, Dtypes, Held, LinearPlan, LinearProblem, Part
 from te_mx.recipes.settings import Settings
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -75,52 +75,75 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 _known = derived()
 
 
-def kernel_of(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Any
-) -> LinearKernel | None:
-    """The kernel that takes a call (of autograd/linear.py), or None."""
-    device = x.device
+def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> LinearPlan | None:
+    """The plan that runs a call each way, or None; found at once where it ran one like it."""
+    settings, out_dtype, _, ready, save_x, _, tokens, lent = call
+    need_dx, need_dw = x.requires_grad, weight_NK.requires_grad
+    if lent is not None:
+        weight_NK = lent.local
     if (
-        not (x.requires_grad or weight_NK.requires_grad)
-        or (bias_N is not None and bias_N.device != device)
-        or weight_NK.device != device
-        or not is_direct(x, weight_NK, bias_N)
+        not (need_dx or need_dw)
+        or tokens is not None
+        or is_watched()
+        or x.is_neg()
+        or weight_NK.is_neg()
     ):
         return None
-    return kernel_for(x, x.dtype, weight_NK, call.settings, call.kept, x.requires_grad)
-
-
-def kernel_for(
-    x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings, ready: KeptWeight | None,
-    need_dx: bool,
-) -> LinearKernel | None:  # fmt: skip
-    """The kernel of what has the shape of x and a dtype, with a weight beside it, of which `ready`
-    was quantized before; None where there is none."""
-    key = "one call", x.shape, weight_NK.shape, dtype, x.device, settings
+    columns, w_kept, specs = need_dw and not save_x, need_dx, None
+    if ready is not None:
+        row, col = ready.row, ready.col
+        specs = row.spec, row.codes.device, None if col is None else col.spec
+    elif need_dx and (settings.keep_columns or not weight_NK.is_leaf):
+        w_kept = columns_now(weight_NK, settings, True)
+    else:
+        w_kept = False
+    # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    key = (
+        "one call", id(settings), out_dtype, columns, need_dx, w_kept, specs, x.shape, x.dtype,
+        x.device, type(x), weight_NK.shape, weight_NK.dtype, weight_NK.device, type(weight_NK),
+        None if bias_N is None else _facts(bias_N),
+    )  # fmt: skip
     found = _known.get(key)
     if found is None:
-        found = derive(key, _kernel_and_specs(x, dtype, weight_NK, settings))
-    kernel, w_row, w_col = found
-    if kernel is None or ready is None:
-        return kernel
-    row, col = ready.row, ready.col
-    if (col is None and need_dx) or row.codes.device != x.device:
+        plan = None
+        (n, k), size = weight_NK.shape, x.numel()
+        if are_direct(x, weight_NK, bias_N) and n and size:
+            dtypes = Dtypes(
+                x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype, out_dtype
+            )
+            need_db = bias_N is not None and bias_N.requires_grad
+            problem = LinearProblem(
+                size // k, n, k, columns, need_dx, w_kept, settings, dtypes, x.shape, need_db
+            )
+            plan = plan_for(problem, x.device, specs)
+        found = derive(key, (plan, settings))
+    plan = found[0]
+    return plan
+
+
+def _facts(bias_N: Tensor) -> tuple[Any, ...]:
+    """What of a bias decides on a plan."""
+    return (
+        bias_N.dtype, bias_N.device, type(bias_N), bias_N.requires_grad, bias_N.is_neg(),
+    )  # fmt: skip
+
+
+def plan_for(problem: LinearProblem, device: torch.device, ready: Any = None) -> LinearPlan | None:
+    """The plan of layers of one size. ready: specs of the operands of a
+    weight that was quantized before, of which the second may be None, around their device."""
+    m, n, k, _, need_dx, _, settings, dtypes, *_ = problem
+    if not in_one_call(settings):
         return None
-    fits = row.spec == w_row and (col is None or col.spec == w_col)
-    return kernel if fits else None
-
-
-def _kernel_and_specs(
-    x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings
-) -> tuple[LinearKernel | None, str, str]:
-    """The kernel of layers of one size, and how it reads a weight that was quantized before."""
-    (n, k), size, kernel = weight_NK.shape, x.numel(), None
-    if size and n and in_one_call(settings):
-        kernel = linear_kernel_of((size // k, n, k), x.device, dtype, settings)
+    kernel = linear_kernel_of((m, n, k), device, dtypes.x, settings)
     if kernel is None:
-        return None, "", ""
-    plan = kernel.plan(LinearProblem(size // k, n, k, False, False, False, settings))
-    return kernel, plan.w_row, plan.w_col
+        return None
+    plan: LinearPlan = kernel.plan(problem)
+    if ready is not None:
+        row, there, col = ready
+        fits = col == plan.w_col or (col is None and not need_dx)
+        if row != plan.w_row or there != device or not fits:
+            return None
+    return plan
 
 
 class OneCallLinear(torch.autograd.Function):
@@ -128,44 +151,43 @@ class OneCallLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Any,
-        kernel: LinearKernel,
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call,
+        plan: LinearPlan,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        need_dx, need_dw = ctx.needs_input_grad[:2]
         settings, _, tag, ready, save_x, sink, _, lent = call
         if lent is not None:
             weight_NK = lent.local
-        n, k = weight_NK.shape
-        w_kept = need_dx
-        if ready is None and need_dx and weight_NK.is_leaf and not settings.keep_columns:
-            w_kept = False  # as columns_now would say
+        _, _, _, columns, need_dx, w_kept, *_ = plan.problem
+        shared, given = input_cache.is_open(), None
+        if shared:
+            given = _given(x, plan, settings.scale_rule, columns)
+        row = None if ready is None else ready.row
+        y, held = plan.forward(x, weight_NK, bias_N, given, row, shared, tag)
+        if shared:
+            if given is None:
+                input_cache.put_held(x, plan, settings.scale_rule, held)
+            if need_dx:
+                ctx.siblings = input_cache.siblings_of(x, ctx)
+        ctx.call, ctx.plan, ctx.sinks = call, plan, (sink,)
+        first = scales = w = w_scales = None
+        if columns:
+            assert held.x_col is not None
+            first, scales = held.x_col
+        elif save_x and ctx.needs_input_grad[1]:
+            first = x
+        if not w_kept:
+            w = weight_NK if need_dx else None
         elif ready is None:
-            w_kept = columns_now(weight_NK, settings, need_dx)
-        columns = need_dw and not save_x
-        problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
-        plan, shared = kernel.plan(problem), input_cache.is_open()
-        given = _given(x, plan, settings.scale_rule, columns) if shared else None
-        weight = None if ready is None else linear_recipe.parts_of(ready)
-        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared, tag)
-        if shared and given is None:
-            input_cache.put_held(x, plan, settings.scale_rule, held)
-        ctx.problem, ctx.plan, ctx.tag, ctx.lent = problem, plan, tag, lent
-        ctx.x_shape, ctx.sinks = x.shape, (sink,)
-        ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
-        ctx.kernel, ctx.saves_x = kernel, need_dw and save_x
-        x_col = (None, None) if not columns or held.x_col is None else held.x_col
-        if ctx.saves_x:
-            x_col = x, None
-        w: tuple[Tensor | None, Tensor | None] = (weight_NK, None) if need_dx else (None, None)
-        if w_kept:
-            w = (held.w_col, None) if weight is None else weight.col  # type: ignore[assignment]
-        return outputs(ctx, (*x_col, *w), y)
+            w = held.w_col
+        else:
+            w, w_scales = ready.col.codes, ready.col.scales
+        return linked(ctx, (first, scales, w, w_scales), y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         made = run_backward(_fused_backward, "te_mx.Linear", ctx, *grads)
-        return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
+        lent = ctx.call.lent
+        return made if lent is None else (made[0], lent.whole(made[1]), *made[2:])
 
 
 def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
@@ -179,29 +201,30 @@ def _fused_backward(
     ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     plan: LinearPlan = ctx.plan
-    tag: int = ctx.tag
-    (sink,) = ctx.sinks
-    saved: Part | None = None if tensors[0] is None else (tensors[0], tensors[1])
-    w_kept, x = ctx.problem.w_kept, None
-    if ctx.saves_x:
+    call, (first, scales, w, w_scales) = ctx.call, tensors
+    _, _, _, columns, _, w_kept, settings, *_ = plan.problem
+    saved: Part | None = (first, scales) if columns else None
+    x = None
+    if first is not None and not columns:
         # Its columns are made now, in what the product takes.
-        x, plan = tensors[0], ctx.kernel.plan(ctx.problem._replace(x_columns=True))
-        made_of = quantized_columns(x, "x", ctx.problem.settings) if is_direct(x) else None
+        x = first
+        made_of = quantized_columns(x, "x", settings) if is_direct(x) else None
+        plan = plan.kernel.plan(plan.problem._replace(x_columns=True))
         saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
-    x_col, w_col = plan.as_saved(saved, (tensors[2], tensors[3]) if w_kept else None)
-    w: Any = w_col if w_kept else tensors[2]
-    held, device = (*(x_col or ()), *(w_col or ()), tensors[2]), grad.device
-    x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    among = None if ctx.siblings is None else entered(ctx.siblings)
-    ready = x is None or x_col is not None
-    for t in held:
-        if t is not None and t.device != device:
-            ready = False
-    if ready and is_direct(grad, *held):
-        dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
-        node = ctx.next_functions[1][0] if ctx.lent is None else None  # of the weight
+    ready, x_col, w_col = call.kept, None, None
+    if w_kept and ready is not None and w is ready.col.codes and w_scales is ready.col.scales:
+        x_col, w_col = plan.as_saved(saved, None)[0], (w, w_scales)
+    else:
+        x_col, w_col = plan.as_saved(saved, (w, w_scales) if w_kept else None)
+    used: Any = w_col if w_kept else w
+    siblings = getattr(ctx, "siblings", None)
+    among = None if siblings is None else entered(siblings)
+    if (x is None or x_col is not None) and are_direct(grad, *(x_col or ()), *(w_col or (w,))):
         before = None if among is None else among.total
-        made = backward_of(plan, grad, (x_col, w), ctx.x_shape, dtypes, before, sink, node, tag)
+        if call.sink is None:
+            made = plan.backward(grad, x_col, used, before, None, call.tag)
+        else:
+            made = _backward_into(ctx, plan, grad, x_col, used, before)
         if made is not None:
             dx, dw, db = made
             return dx if among is None else passed_on(among, dx), dw, db, None, None
@@ -218,32 +241,31 @@ def _fused_backward(
         w_of = Kept.operand(plan.w_columns(w_col))
     elif w is not None:
         w_of = Kept.itself(w)
-    how = Backward(ctx.problem.settings, tag, ctx.x_shape, ctx.dtypes, sink, among)
+    p = plan.problem
+    how = Backward(settings, call.tag, p.x_shape, p.dtypes[:3], call.sink, among)
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
 
 
-def backward_of(
-    plan: LinearPlan, grad: Tensor, operands: tuple[Part | None, Any], x_shape: torch.Size,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], before: Tensor | None,
-    sink: WeightGradient | None, node: Any, tag: int,
-) -> Gradients | None:  # fmt: skip
-    """`LinearPlan.backward` (before: its add_to) on the columns of x and what there is of w, with
-    the weight gradient where its sink says (node: of the weight in the graph, where that is known);
-    None where the steps have to run."""
-    (x_col, w), direct, into = operands, None, None
-    if sink is not None and x_col is not None:
+def _backward_into(
+    ctx: Any, plan: LinearPlan, grad: Tensor, x_col: Part | None, w: Any, before: Tensor | None
+) -> Gradients | None:
+    """`LinearPlan.backward` with the weight gradient where its sink says; None where the steps have
+    to run."""
+    call, direct, into = ctx.call, None, None
+    sink, tag = call.sink, call.tag
+    node = ctx.next_functions[1][0] if call.lent is None else None  # of the weight in the graph
+    if x_col is not None:
         direct = sink.direct(node)
-        into = LATER if direct is None else Into(direct.out, direct.accumulate)
-    made = plan.backward(grad, x_col, w, x_shape, dtypes, before, into, tag)
+        into = LATER if direct is None else direct[0]
+    made = plan.backward(grad, x_col, w, before, into, tag)
     if made is None:
         return None
     dx, dw, db = made
     if direct is not None:
-        dw = direct.done()
-    elif into is LATER:
-        assert dw is not None and x_col is not None
+        dw = sink.done(*direct)
+    elif dw is not None and x_col is not None:
         wgrad = Wgrad(partial(plan.wgrad, dw, x_col, tag=tag), ())  # whose operands are there
-        dw = place(sink, wgrad, dtypes[1], node)
+        dw = sink.take(wgrad, plan.problem.dtypes.w, node)
     return dx, dw, db
 
 
@@ -266,14 +288,16 @@ def gradients_on_codes(
     kernel = linear_kernel_of((m, n, k), device, x_dtype, settings)
     if kernel is None:
         return None
-    plan = kernel.plan(LinearProblem(m, n, k, need[1], True, False, settings))
+    _, w_dtype, bias_dtype = how.dtypes
+    dtypes = Dtypes(x_dtype, w_dtype if need[1] else x_dtype, bias_dtype, x_dtype)
+    plan = kernel.plan(
+        LinearProblem(m, n, k, need[1], True, False, settings, dtypes, how.x_shape, need[2])
+    )
     x_col = _columns(x_kept, plan, settings) if need[1] else None
     if need[1] and x_col is None:
         return None
     w_NK = dequantize_2d(row, row.format.exact_dtype)
-    x_dtype, w_dtype, bias_dtype = how.dtypes
-    dtypes = x_dtype, w_dtype, bias_dtype if need[2] else None
-    made = plan.backward(grad, x_col, w_NK, how.x_shape, dtypes, total(how.among), tag=how.tag)
+    made = plan.backward(grad, x_col, w_NK, total(how.among), tag=how.tag)
     if made is None:
         return None
     return passed_on(how.among, made[0]), *made[1:]
@@ -402,15 +426,14 @@ def gradients(
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
     """x [..., K] -> [..., N], differentiable. Without anything to differentiate, rowwise operands
     are all that is made; a parameter that is lent needs that."""
-    if torch.is_grad_enabled() and (
+    enabled = torch.is_grad_enabled()
+    if enabled:
+        plan = plan_of(x, weight_NK, bias_N, call)
+        if plan is not None:
+            return OneCallLinear.apply(x, weight_NK, bias_N, call, plan)[0]
+    if enabled and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
-        kernel = None
-        if call.tokens is None:
-            weight = weight_NK if call.lent is None else call.lent.local
-            kernel = kernel_of(x, weight, bias_N, call)
-        if kernel is not None:
-            return OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
         usual = call.tokens is None and call.lent is None and not call.save_x
         if usual and not (call.settings.is_uniform or input_cache.is_open()):
             how = layer.Call(

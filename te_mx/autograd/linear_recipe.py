@@ -526,21 +526,16 @@ class KeptWeight(NamedTuple):
             return False
         if torch.compiler.is_compiling():
             return self._serves(settings, device, need_dx)
-        mine, col = self.settings, self.col
-        specs = self.row.spec, None if col is None else col.spec
+        mine, row, col = self.settings, self.row, self.col
+        # By the identities of settings, which live as long as the entry: a hash costs more.
         key = (
-            "serves",
-            type(self.row),
-            specs,
-            None if mine is settings else mine,
-            settings,
-            device,
-            need_dx,
-        )
+            "serves", type(row), row.spec, None if col is None else col.spec, id(mine),
+            id(settings), device, need_dx,
+        )  # fmt: skip
         found = _known.get(key)
         if found is None:
-            found = derive(key, self._serves(settings, device, need_dx))
-        return found
+            found = derive(key, (self._serves(settings, device, need_dx), mine, settings))
+        return found[0]
 
     def _serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         groups = isinstance(self.row, Stack)

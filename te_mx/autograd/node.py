@@ -109,15 +109,15 @@ def refuse(
 def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
     """The same in a backward pass, of gradients that come in: autograd's own vmap batches them
     without being active. Not for compiled code."""
-    concerned = active()
     try:
         for grad in grads:
             if grad is not None:
                 grad.untyped_storage()
+        if not active():
+            return
     except NotImplementedError:  # see _is_batched_by_autograd
-        concerned = True
-    if concerned:
-        refuse(owner, grads)
+        pass
+    refuse(owner, grads)
 
 
 def _carried(tensors: Iterable[Tensor | None], grad: bool) -> str | None:
@@ -294,6 +294,11 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
         ctx.linked = False
         ctx.save_for_backward(*saved)
         return made
+    return linked(ctx, saved, *made)
+
+
+def linked(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
+    """The same, of code that is not compiled."""
     if _LOSES_NODES:
         _refuse_split_backward(type(ctx))
     link = torch.empty(0)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
-from te_mx.dispatch.linear import Held, Into, LinearPlan, Part, Weight
+from te_mx.dispatch.linear import LATER, Dtypes, Held, Into, LinearPlan, Part
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
@@ -110,13 +111,22 @@ class Calls(LinearPlan):
     pitch = 1  # bytes: rows of codes in a buffer begin at multiples of it
     names: Sequence[str]  # what te_mx.audit calls the kernels
 
-    def __init__(self, native: Any, shape: Shape, form: Form, specs: Specs) -> None:
+    def __init__(
+        self, native: Any, shape: Shape, form: Form, specs: Specs, dtypes: Dtypes,
+        x_shape: torch.Size, need_db: bool = False,
+    ) -> None:  # fmt: skip
         (m, n, k, *_), room = shape, rooms(native, shape, form)
         self.native, self.shape, self.room = native, shape, room
         self.row, self.col, self.w_row, self.w_col = specs
+        self.dtypes, self.x_shape, self.y_shape = dtypes, x_shape, (*x_shape[:-1], n)
+        self.need_db = need_db
+        x_dtype, w_dtype, y_dtype = (FLOAT_DTYPES[one] for one in (dtypes.x, dtypes.w, dtypes.y))
+        # Of matrices without gaps; what no call changes is there.
         self.forward_plan = native.LinearArgs(
-            **shape._asdict(), **form._asdict(), workspace_bytes=room.temp,
-            x_rows=m, x_cols=k, w_rows=n, w_cols=k, g_rows=m, g_cols=n,
+            **shape._asdict(), **form._asdict(), workspace_bytes=room.temp, x_rows=m, x_cols=k,
+            x_row_stride=k, w_rows=n, w_cols=k, w_row_stride=k, g_rows=m, g_cols=n, g_row_stride=n,
+            x_dtype=x_dtype, w_dtype=w_dtype, y_dtype=y_dtype, g_dtype=y_dtype, dx_dtype=x_dtype,
+            dw_dtype=w_dtype,
         )  # fmt: skip
         self.backward_plan = self.forward_plan.copy(workspace_bytes=room.backward_temp)
         # The rowwise operand of x behind the workspace, as if it were a buffer of its own.
@@ -134,62 +144,57 @@ class Calls(LinearPlan):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None, weight: Weight | None = None, keep_row: bool = True, tag: int = -1,
+        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, given: Held | None,
+        weight: Operand | None = None, keep_row: bool = True, tag: int = -1,
     ) -> tuple[Tensor, Held]:  # fmt: skip
         """As LinearPlan.forward; nothing is empty. Without keep_row the rowwise operand of x lies
         in the workspace."""
-        device, shape, room = x.device, self.shape, self.room
-        _, n, k, x_columns, _, w_kept = shape
-        own = given is None and not keep_row
-        y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=device)
-        nbytes = self.temp_and_row if own else room.temp
+        device, room = x.device, self.room
+        _, _, k, x_columns, _, w_kept = self.shape
+        y = torch.empty(self.y_shape, dtype=self.dtypes[3], device=device)
+        nbytes = room.temp if keep_row or given is not None else self.temp_and_row
         temp = self.acquire(nbytes, device=device)
         work = temp.data_ptr()
+        args = self.forward_plan.copy(y=y.data_ptr(), workspace=work)
         x_row: Part | None = None
         x_col: Part | None = None
         w_col = None
-        if given is not None:
-            x_row, x_col, _ = given
-            assert x_row is not None
-            row_codes, row_scales = _addresses(x_row, room.x_row)
-        else:
+        if given is None:
             base = work + self.row_at
             if keep_row:
                 x_row = torch.empty(room.x_row[2], dtype=_U8, device=device), None
                 base = x_row[0].data_ptr()
-            row_codes, row_scales = base + room.x_row[0], base + room.x_row[1]
-        args = self.forward_plan.copy(
-            y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype], workspace=work,
-            x_row_codes=row_codes, x_row_scales=row_scales,
-        )  # fmt: skip
-        if given is not None:
+            codes, scales, _ = room.x_row
+            args.x_row_codes, args.x_row_scales = base + codes, base + scales
+            if x_columns:
+                codes, scales, end = room.x_col
+                x_col = col, _ = torch.empty(end, dtype=_U8, device=device), None
+                base = col.data_ptr()
+                args.x_col_codes, args.x_col_scales = base + codes, base + scales
+            if not x.is_contiguous():
+                x = self._matrix(x, k)
+                args.x_row_stride, args.x_col_stride = x.stride()
+            args.x_data = x.data_ptr()
+        else:
+            x_row, x_col, _ = given
+            assert x_row is not None
             args.x_given = True
+            args.x_row_codes, args.x_row_scales = _addresses(x_row, room.x_row)
             if x_columns:
                 assert x_col is not None  # nobody reads or writes it here
                 args.x_col_codes = args.x_col_scales = x_col[0].data_ptr()
-        else:
-            if x_columns:
-                col = torch.empty(room.x_col[2], dtype=_U8, device=device)
-                x_col, base = (col, None), col.data_ptr()
-                args.x_col_codes, args.x_col_scales = base + room.x_col[0], base + room.x_col[1]
-            args.x_row_stride = k
-            if not x.is_contiguous():
-                x_MK = x if x.dim() == 2 else x.reshape(-1, k)
-                x = x_MK if self.any_strides or x_MK.stride(1) == 1 else x_MK.contiguous()
-                args.x_row_stride, args.x_col_stride = x.stride()
-            args.x_data, args.x_dtype = x.data_ptr(), FLOAT_DTYPES[x.dtype]
         if weight is None:
             if w_kept:
                 w_col = torch.empty(room.w_col[2], dtype=_U8, device=device)
                 args.w_col_codes, args.w_col_scales = _addresses((w_col, None), room.w_col)
-            if not (self.any_strides or w_NK.stride(1) == 1):
-                w_NK = w_NK.contiguous()
-            args.w_row_stride, args.w_col_stride = w_NK.stride()
-            args.w_data, args.w_dtype = w_NK.data_ptr(), FLOAT_DTYPES[w_NK.dtype]
+            if not w_NK.is_contiguous():
+                w_NK = self._matrix(w_NK, k)
+                args.w_row_stride, args.w_col_stride = w_NK.stride()
+            args.w_data = w_NK.data_ptr()
         else:
             args.w_given = True
-            args.w_row_codes, args.w_row_scales = _addresses(weight.row, room.w_row)
+            args.w_row_codes = weight.codes.data_ptr()
+            args.w_row_scales = weight.scales.data_ptr()
         if bias_N is not None:
             bias_N = bias_N.contiguous()
             args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
@@ -200,24 +205,27 @@ class Calls(LinearPlan):
             LAST_RUN[tag] = self.names[ran]
         return y, Held(x_row, x_col, w_col)
 
+    def _matrix(self, t: Tensor, k: int) -> Tensor:
+        """t [..., k] with two strides that the native code takes."""
+        t = t if t.dim() == 2 else t.reshape(-1, k)
+        return t if self.any_strides or t.stride(1) == 1 else t.contiguous()
+
     def backward(
-        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
+        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, add_to: Tensor | None,
         into: Into | None = None, tag: int = -1,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
-        """As LinearPlan.backward, for grad [..., n]; those gradients that the shape has, and db if
-        it has a dtype."""
-        g_dtype = FLOAT_DTYPES.get(grad.dtype)
-        if g_dtype is None:
-            return None
+        """As LinearPlan.backward, for grad [..., n]."""
         device, room = grad.device, self.room
-        m, n, k, x_columns, w_columns, _ = self.shape
-        x_dtype, w_dtype, bias_dtype = dtypes
+        _, n, k, x_columns, w_columns, _ = self.shape
+        x_dtype, w_dtype, bias_dtype, g_dtype = self.dtypes
         temp = self.acquire(room.backward_temp, device=device)
-        args = self.backward_plan.copy(g_row_stride=n, g_dtype=g_dtype, workspace=temp.data_ptr())
+        args = self.backward_plan.copy(workspace=temp.data_ptr())
+        if grad.dtype is not g_dtype:
+            if grad.dtype not in FLOAT_DTYPES:
+                return None
+            args.g_dtype = FLOAT_DTYPES[grad.dtype]
         if not grad.is_contiguous():
-            g_MN = grad if grad.dim() == 2 else grad.reshape(m, n)
-            grad = g_MN if self.any_strides or g_MN.stride(1) == 1 else g_MN.contiguous()
+            grad = self._matrix(grad, n)
             args.g_row_stride, args.g_col_stride = grad.stride()
         args.g_data = grad.data_ptr()
         dx = dw = db = None
@@ -226,40 +234,45 @@ class Calls(LinearPlan):
             if isinstance(w, tuple):
                 args.w_col_codes, args.w_col_scales = _addresses(w, room.w_col)
             else:
-                if not (self.any_strides or w.stride(1) == 1):
-                    w = w.contiguous()
-                args.w_row_stride, args.w_col_stride = w.stride()
+                if not w.is_contiguous():
+                    w = self._matrix(w, k)
+                    args.w_row_stride, args.w_col_stride = w.stride()
                 args.w_data, args.w_dtype = w.data_ptr(), FLOAT_DTYPES[w.dtype]
-            dx = torch.empty(x_shape, dtype=x_dtype, device=device) if add_to is None else add_to
-            args.dx, args.dx_dtype = dx.data_ptr(), FLOAT_DTYPES[dx.dtype]
-            args.dx_accumulate = add_to is not None
+            if add_to is None:
+                dx = torch.empty(self.x_shape, dtype=x_dtype, device=device)
+            else:
+                dx, args.dx_accumulate = add_to, True
+            args.dx = dx.data_ptr()
         if x_columns:
             assert x_col is not None
-            (codes, scales), (_, at, _) = x_col, room.x_col
+            codes, scales = x_col
             args.x_col_codes = base = codes.data_ptr()
-            args.x_col_scales = base + at if scales is None else scales.data_ptr()
+            args.x_col_scales = base + room.x_col[1] if scales is None else scales.data_ptr()
             if into is None:
                 dw = torch.empty((n, k), dtype=w_dtype, device=device)
-            elif into.out is None:
+                args.dw = dw.data_ptr()
+            elif into is LATER:
                 dw = torch.empty(room.g_kept[2], dtype=_U8, device=device)
                 args.g_col_codes, args.g_col_scales = _addresses((dw, None), room.g_kept)
             else:
-                dw, args.dw_accumulate = into.out, into.accumulate
-            if into is None or into.out is not None:
+                dw, args.dw_accumulate = into
+                assert dw is not None
                 args.dw, args.dw_dtype = dw.data_ptr(), FLOAT_DTYPES[dw.dtype]
-        if bias_dtype is not None:
+        if self.need_db:
+            assert bias_dtype is not None
             db = torch.empty(n, dtype=bias_dtype, device=device)
             args.db, args.db_dtype = db.data_ptr(), FLOAT_DTYPES[bias_dtype]
         ran = self.run(self.native.linear_backward, args, temp, room.backward_temp)
         if ran < 0:
             return None
-        for out in (add_to, into.out if into else None):
-            if out is not None and not out.is_inference():
-                torch.autograd.graph.increment_version(out)  # native code wrote behind autograd
+        if add_to is not None:
+            _written(add_to)
+        if into is not None and into.out is not None:
+            _written(into.out)
         if tag >= 0:
             if dx is not None:
                 LAST_RUN[tag + 1] = self.names[ran & 255]
-            if dw is not None and args.dw:
+            if dw is not None and into is not LATER:
                 LAST_RUN[tag + 2] = self.names[ran >> 8]
         return dx, dw, db
 
@@ -269,18 +282,18 @@ class Calls(LinearPlan):
     ) -> Tensor:  # fmt: skip
         """As LinearPlan.wgrad."""
         _, n, k, *_ = self.shape
-        device = g_col.device
+        device, room = g_col.device, self.room
         if out is None:
             out = torch.empty((n, k), dtype=dtype, device=device)
-        elif not out.is_inference():
-            torch.autograd.graph.increment_version(out)
-        temp = self.acquire(self.room.backward_temp, device=device)
+        else:
+            _written(out)
+        temp, g = self.acquire(room.backward_temp, device=device), g_col.data_ptr()
+        x_codes, x_scales = _addresses(x_col, room.x_col)
         args = self.backward_plan.copy(
             dw=out.data_ptr(), dw_dtype=FLOAT_DTYPES[out.dtype], dw_accumulate=accumulate,
-            workspace=temp.data_ptr(),
+            workspace=temp.data_ptr(), g_col_codes=g + room.g_kept[0],
+            g_col_scales=g + room.g_kept[1], x_col_codes=x_codes, x_col_scales=x_scales,
         )  # fmt: skip
-        args.g_col_codes, args.g_col_scales = _addresses((g_col, None), self.room.g_kept)
-        args.x_col_codes, args.x_col_scales = _addresses(x_col, self.room.x_col)
         ran = self.run(self.native.linear_wgrad, args, temp, self.room.backward_temp)
         if ran < 0:
             raise RuntimeError("te_mx internal error: a native kernel did not start")
@@ -302,19 +315,29 @@ class Calls(LinearPlan):
 
     def as_saved(self, x_col: Part | None, w_col: Part | None) -> tuple[Part | None, Part | None]:
         m, n, k, *_ = self.shape
-        if x_col is not None:
+        if x_col is not None and not _lies(x_col):
             x_col = _saved(x_col, self.col, k, m, "the input")
-        if w_col is not None:
+        if w_col is not None and not _lies(w_col):
             w_col = _saved(w_col, self.w_col, k, n, "the weight")
         return x_col, w_col
+
+
+def _written(out: Tensor) -> None:
+    """Native code wrote behind autograd."""
+    if not out.is_inference():
+        increment_version(out)
+
+
+def _lies(part: Part) -> bool:
+    """Whether a part is a buffer as kernels read it."""
+    first, scales = part
+    return scales is None and first.is_contiguous() and first.data_ptr() % ALIGNMENT == 0
 
 
 def _saved(part: Part, spec: str, rows: int, k: int, what: str) -> Part:
     """A part as kernels read it, whatever hooks on saved tensors made of it."""
     first, scales = part
     if scales is None:
-        if first.is_contiguous() and first.data_ptr() % ALIGNMENT == 0:
-            return part
         return first.clone(memory_format=torch.contiguous_format), None
     operand = Operand(first, scales, spec, rows, k).checked(what)
     return operand.codes, operand.scales

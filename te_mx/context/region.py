@@ -296,13 +296,12 @@ class autocast:
             return
         for forget in at_exit:
             forget()
-        region = innermost.get()
-        if region is not None and region in self._open:
+        region, opened = innermost.get(), self._open
+        if region is not None and region in opened:
             innermost.set(region.parent)
-        else:
-            region = self._entered_elsewhere(region)
-        if region in self._open:
-            self._open.remove(region)
+            opened.remove(region)
+        elif (left := self._entered_elsewhere(region)) in opened:
+            opened.remove(left)
 
     def _entered_elsewhere(self, inside: Region | None) -> Region | None:
         """Leave a region that is not the innermost one here, as when a generator is closed or

@@ -15,6 +15,15 @@ from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
+class Dtypes(NamedTuple):
+    """Those of x and dx, of w and dw, of the bias and its gradient if there is one, and of y."""
+
+    x: torch.dtype
+    w: torch.dtype
+    bias: torch.dtype | None
+    y: torch.dtype
+
+
 class LinearProblem(NamedTuple):
     """y[m, n] = x[m, k] @ w[n, k]^T, and the operands that backward needs: columns of x for dw, of
     w for dx. w_kept: forward makes those of w, and they are kept."""
@@ -26,6 +35,9 @@ class LinearProblem(NamedTuple):
     w_columns: bool
     w_kept: bool
     settings: Any  # of the recipe
+    dtypes: Dtypes
+    x_shape: torch.Size  # [..., k]
+    need_db: bool = False
 
 
 # An operand: a buffer of the plan's own, or codes and scales.
@@ -65,22 +77,23 @@ class LinearPlan:
     tag the kernels that ran are recorded in LAST_RUN of runtime/kernel_log.py: fprop, dgrad and
     wgrad at tag, tag + 1 and tag + 2."""
 
+    kernel: LinearKernel
+    problem: LinearProblem
     row: str  # specs of the operands of x
     col: str
     w_row: str  # and of w
     w_col: str
 
     def forward(
-        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None, weight: Weight | None = None, keep_row: bool = True, tag: int = -1,
+        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, given: Held | None,
+        weight: Operand | None = None, keep_row: bool = True, tag: int = -1,
     ) -> tuple[Tensor, Held]:  # fmt: skip
-        """(y [..., n], the operands). given: those of x, made before; weight: those of w. keep_row:
+        """(y [..., n], the operands). given: those of x, made before; weight: that of w. keep_row:
         whether the rowwise operand of x is kept, too, for other layers."""
         raise NotImplementedError
 
     def backward(
-        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
+        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, add_to: Tensor | None,
         into: Into | None = None, tag: int = -1,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
         """(dx, dw, db), as far as backward needs them; None for what native code does not take.
@@ -112,6 +125,11 @@ class LinearKernel(Kernel):
     """A layer by a LinearPlan, which is made of a LinearProblem."""
 
     op = "linear"
+
+    def plan(self, problem: LinearProblem) -> Any:
+        made = super().plan(problem)
+        made.kernel, made.problem = self, problem
+        return made
 
     def make_plan(self, problem: LinearProblem) -> Any:
         raise NotImplementedError

@@ -137,6 +137,7 @@ def names_of(name: str, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 NEVER: Any = object()
+_PLAIN = frozenset((nn.Parameter, type(None)))
 # What a copy starts without.
 TRANSIENT = "_seen", "_ran", "_tag", "_delayed", "_tp_group", "_gathered_with"
 
@@ -175,8 +176,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_tracing():
             return None, compiled.untraced(module.forward, inp, *before, first)
         usual = type(inp) is Tensor and module._shared is None
-        for tensor in module._parameters.values():
-            usual = usual and (tensor is None or type(tensor) is nn.Parameter)
+        usual = usual and _PLAIN.issuperset(map(type, module._parameters.values()))
         if not usual and self._is_spread(inp):
             return None, above.distributed.run(self, inp, *before, first)
         settings = self._settings()

@@ -19,11 +19,12 @@ from te_mx.torch_internals import raw_stream
 _T = TypeVar("_T")
 
 
-def stream(index: int) -> int:
-    """The current stream of a CUDA device as the address that native code takes."""
-    if raw_stream is not None:
-        return raw_stream(index)
+def _stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
+
+
+# The current stream of a CUDA device, by its index, as the address that native code takes.
+stream: Callable[[int], int] = raw_stream or _stream
 
 
 def current(device: torch.device) -> int:
@@ -35,6 +36,8 @@ def capturing(device: torch.device) -> bool:
     """Whether the current stream of the device records into a CUDA graph."""
     if device.type != "cuda":
         return False
+    if capture_number is not None:  # the short way
+        return capture_number(stream(device.index)) != 0
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd import node
 from te_mx.autograd.grad_target import (
     Label,
     OwnedGradient,
@@ -27,7 +26,6 @@ from te_mx.autograd.grad_target import (
     Queue,
     Start,
     Use,
-    Versions,
     WeightGradient,
     Wgrad,
     started,
@@ -54,19 +52,16 @@ def grad_target(
 ) -> WeightGradient | None:  # fmt: skip
     """The place of the gradient of one weight in one call; None when there will be none. owned: the
     owners of local weights, by the id of these."""
-    fuse = layer.fuse_wgrad_accumulation
+    fuse, delay = layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute
     again = first_run() if fuse and first is True else None
     trains = len(parameters) == 1 and parameters[0].requires_grad
     if not (torch.is_grad_enabled() and (trains or any(p.requires_grad for p in parameters))):
         if again is not None:  # a reentrant checkpoint, which runs this again with gradients
             _started(parameters, again)
         return None
-    if node.active():
-        node.refuse(layer._label(), parameters)
-    if queue is None and layer.delay_wgrad_compute:
+    if queue is None and delay:
         queue = layer._wgrad_queue()
-    owners = owners_of(layer, parameters, owned)
-    delay = layer.delay_wgrad_compute
+    owners = owners_of(layer, parameters, owned) if owned is not None or wrapped else ()
     for parameter in parameters:
         if parameter.is_leaf or (hasattr(parameter, "main_grad") and not delay):
             continue
@@ -117,8 +112,8 @@ class ReplicatedGradient(WeightGradient):
     group: Any
 
     @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
-        super()._finish(wgrad, dtype, versions, use)
+    def _put(self, wgrad: Wgrad, dtype: torch.dtype, use: Use) -> None:
+        super()._put(wgrad, dtype, use)
         if not self.fuse:
             self._average([p.grad for p in self.parameters if p.requires_grad])
 

@@ -49,7 +49,7 @@ from te_mx.autograd.grad_target import Owner, Queue, WeightGradient
 from te_mx.autograd.grouped import GroupedCall, grouped_linear
 from te_mx.autograd.linear import Call, Lent, linear
 from te_mx.autograd.linear_recipe import GEMMS
-from te_mx.autograd.node import tag_of
+from te_mx.autograd.node import active, refuse, tag_of
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.calls import Groups
 from te_mx.recipes.settings import Settings
@@ -165,7 +165,8 @@ class WeightSource:
         tag = layer._tag_now() if tracing or layer._tag < 0 else layer._tag
         if layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute:
             parts = [weight] if layer._split is None else layer._parts("weight")
-            sink = self.grad_target(layer, parts, first)
+            # Of the transforms that `grad_target` looks for, the start of the forward asked.
+            sink = gradients.grad_target(layer, parts, first, None, self.owned)
         save_x = layer.save_original_input or (layer.keeps_given_input and not tracing)
         tokens, lent = layer._tokens, self.lent
         call = Call(settings, output_dtype(x), tag, kept, save_x, sink, tokens, lent)
@@ -206,7 +207,10 @@ class WeightSource:
     ) -> WeightGradient | None:  # fmt: skip
         """The place of the gradient of one weight in this call, of a layer that routes gradients;
         None when there will be none. queue: where a GEMM that waits goes, if not to the layer's."""
-        return gradients.grad_target(layer, parameters, first, queue, self.owned)
+        sink = gradients.grad_target(layer, parameters, first, queue, self.owned)
+        if sink is not None and active():
+            refuse(layer._label(), parameters)
+        return sink
 
     def decodes_now(self, layer: Any, x: Tensor) -> bool:
         """Whether a kernel for few rows may be asked for a product of x."""

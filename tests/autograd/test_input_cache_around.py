@@ -295,7 +295,7 @@ def test_hooks_of_shared_saved_tensors_on_hopper(hopper, by_steps):
     def run(modules: list[nn.Module], h: Tensor) -> list[Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             if by_steps:
-                patch.setattr(linear, "kernel_of", lambda *_: None)
+                patch.setattr(linear, "plan_of", lambda *_: None)
             first = modules[0](opened(h))
         return [first, *(layer(h) for layer in modules[1:])]
 

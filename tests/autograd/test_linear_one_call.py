@@ -11,7 +11,6 @@ from torch import Tensor
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx._ops.linear import linear_kernel_of
 from te_mx.autograd import input_cache, linear, linear_recipe
 from te_mx.autograd.linear import Call, OneCallLinear
 from te_mx.backends.sm90 import binding
@@ -47,14 +46,10 @@ def step_by_step(x, w, b, s, dtype):
     return linear.LinearFunction.apply(x, w, b, Call(s, dtype))[0]
 
 
-def linear_kernel(x, w, s):
-    return linear_kernel_of((x.numel() // w.shape[1], *w.shape), x.device, x.dtype, s)
-
-
 def in_one_call(x, w, b, s, dtype, tag=-1):
-    kernel = linear_kernel(x, w, s)
-    assert kernel.name == KERNELS[s.scale_rule.partition(":")[0] if "128" in s.x else "mxfp8"]
-    return OneCallLinear.apply(x, w, b, Call(s, dtype, tag), kernel)[0]
+    plan = linear.plan_of(x, w, b, call := Call(s, dtype, tag))
+    assert plan.kernel.name == KERNELS[s.scale_rule.partition(":")[0] if "128" in s.x else "mxfp8"]
+    return OneCallLinear.apply(x, w, b, call, plan)[0]
 
 
 def run(function, x, w, b, s, dtype, grad, needs=(True, True, True)) -> list[Tensor | None]:
@@ -115,7 +110,7 @@ def test_an_input_that_is_kept_itself(needs, name):
 
     def keeps_x(x, w, b, s, dtype):
         call = Call(s, dtype, save_x=True)
-        return OneCallLinear.apply(x, w, b, call, linear_kernel(x, w, s))[0]
+        return OneCallLinear.apply(x, w, b, call, linear.plan_of(x, w, b, call))[0]
 
     x, w = torch.randn(3, 35, 130, dtype=BF16), torch.randn(70, 130, dtype=BF16)
     how = settings(name, fp8_format=te_mx.recipe.Format.HYBRID)
@@ -235,8 +230,7 @@ def test_an_input_gradient_is_added_to_another(keep, name):
     y = in_one_call(x, w.requires_grad_(), None, how, F32)
     node = y.grad_fn
     (codes, scales, *of_w, _), before = node.saved_tensors, torch.randn(40, 70)
-    held = tuple(of_w) if keep else of_w[0]
-    parts = (codes, scales), held, x.shape, (F32, F32, None)
+    parts = (codes, scales), tuple(of_w) if keep else of_w[0]
     dx, added = node.plan.backward(grad, *parts, None)[0], before.clone()
     assert node.plan.backward(grad, *parts, added)[0] is added
     assert torch.equal(added, before + dx)
@@ -319,6 +313,8 @@ def test_modules_run_on_it(name):
 class Cuda:
     """As much of a tensor on a GPU as the decision looks at."""
 
+    is_leaf = True
+
     def __init__(self, *shape, grad=True, device="cuda:0"):
         self.shape, self.requires_grad, self.dtype = torch.Size(shape), grad, BF16
         self.device = torch.device(device)
@@ -326,14 +322,21 @@ class Cuda:
     def numel(self):
         return self.shape.numel()
 
+    def is_neg(self):
+        return False
+
+
+def _on_one_device(*tensors):
+    return len({t.device for t in tensors if t is not None}) == 1
+
 
 def test_what_it_serves(monkeypatch):
-    monkeypatch.setattr(linear, "is_direct", lambda *tensors: True)
+    monkeypatch.setattr(linear, "are_direct", _on_one_device)
     monkeypatch.setattr(binding, "_problems", {0: None, 1: "needs a Hopper GPU (sm_90)"})
     x, w, plain = Cuda(8, 40), Cuda(16, 40), Call(settings(), BF16)
 
     def serves(x, w, call=plain, bias=None):
-        return linear.kernel_of(x, w, bias, call) is not None
+        return linear.plan_of(x, w, bias, call) is not None
 
     assert serves(x, w)
     assert serves(Cuda(8, 40, grad=False), w)
@@ -377,7 +380,7 @@ def test_what_it_serves(monkeypatch):
     ):
         assert not serves(other, weight, bias=bias)
     assert serves(Cuda(2**31 - 257, 40), w)
-    monkeypatch.setattr(linear, "is_direct", lambda *tensors: False)
+    monkeypatch.setattr(linear, "is_watched", lambda: True)
     assert not serves(x, w)
     monkeypatch.undo()
     registry.forget()
@@ -400,7 +403,7 @@ def trained(layer, inputs, how, firsts, fused, monkeypatch):
     layer.weight.main_grad = main
     with monkeypatch.context() as patch:
         if not fused:
-            patch.setattr(linear, "kernel_of", lambda *call: None)
+            patch.setattr(linear, "plan_of", lambda *call: None)
         for x, first in zip(inputs, firsts, strict=True):
             leaf = x.clone().requires_grad_()
             with te_mx.autocast(recipe=how):

@@ -46,7 +46,7 @@ def both(monkeypatch, layer, x, grad, **fields):
     name, got = step(layer, x, grad, **fields)
     assert name == "OneCallLinearBackward"
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "kernel_of", lambda *args: None)
+        patch.setattr(linear, "plan_of", lambda *args: None)
         name, expected = step(layer, x, grad, **fields)
     assert name == "LinearFunctionBackward"
     for mine, theirs in zip(got, expected, strict=True):
@@ -77,8 +77,8 @@ def test_gradients_that_are_asked_for(monkeypatch, needs, keep, of):
     layer.weight.requires_grad_(bool(needs[1])), layer.bias.requires_grad_(bool(needs[2]))
     x, grad = randn(72, 200), randn(72, 136, seed=2)
     made, how = [], recipe(of, keep_weight_columns=keep)
-    for kernel_of in (linear.kernel_of, lambda *args: None):
-        monkeypatch.setattr(linear, "kernel_of", kernel_of)
+    for plan_of in (linear.plan_of, lambda *args: None):
+        monkeypatch.setattr(linear, "plan_of", plan_of)
         layer.zero_grad()
         leaf = x.detach().requires_grad_(bool(needs[0]))
         with te_mx.autocast(recipe=how):
@@ -167,8 +167,7 @@ def test_an_input_gradient_is_added_to_another(keep, of):
         y = layer(x.requires_grad_())
     node, grad = y.grad_fn, randn(m, n, seed=3)
     (codes, scales, *of_w, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
-    held = tuple(of_w) if keep else of_w[0]
-    parts = (codes, scales), held, x.shape, (F32, BF16, None)
+    parts = (codes, scales), tuple(of_w) if keep else of_w[0]
     dx = node.plan.backward(grad, *parts, None)[0]
     got = before.clone()
     added = node.plan.backward(grad, *parts, got)[0]
@@ -192,7 +191,7 @@ def test_main_grad_later_and_micro_batches(firsts, delay, of, monkeypatch):
         results = []
         with monkeypatch.context() as patch:
             if not fused:
-                patch.setattr(linear, "kernel_of", lambda *call: None)
+                patch.setattr(linear, "plan_of", lambda *call: None)
             for i, first in enumerate(firsts):
                 x = randn(m, k, seed=i).requires_grad_()
                 with te_mx.autocast(recipe=recipe(of)):

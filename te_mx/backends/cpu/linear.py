@@ -15,7 +15,7 @@ from te_mx.backends.cpu.binding import why_not, why_not_level
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.linear_calls import Calls, Formats, Shape, Specs, form_of
 from te_mx.backends.native import words_of
-from te_mx.dispatch.linear import InferKernel, LinearKernel, LinearProblem
+from te_mx.dispatch.linear import Dtypes, InferKernel, LinearKernel, LinearProblem
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -47,13 +47,15 @@ class Small(LinearKernel):
 
     def make_plan(self, problem: LinearProblem) -> Any:
         s = problem.settings
-        return self.calls(Shape(*problem[:6]), (s.x, s.w, s.g), s.scale_rule, s.spread)
+        return self.calls(
+            Shape(*problem[:6]), (s.x, s.w, s.g), s.scale_rule, s.spread, *problem[7:]
+        )
 
-    def calls(self, shape: Shape, formats: Formats, rule: str, spread: int) -> CpuCalls:
+    def calls(self, shape: Shape, formats: Formats, rule: str, spread: int, *how: Any) -> CpuCalls:
         x, w, _ = formats
         specs = Specs(f"{x}@rows", f"{x}@cols", f"{w}@rows", f"{w}@cols")
         form = form_of(formats, rule, spread, binding.KERNEL_IDS[self.name])
-        return CpuCalls(binding.native(), shape, form, specs)
+        return CpuCalls(binding.native(), shape, form, specs, *how)
 
 
 class SmallInfer(InferKernel, Small):
@@ -62,7 +64,18 @@ class SmallInfer(InferKernel, Small):
     def make_plan(self, problem: Any) -> Any:
         p, (x, w) = problem, (spec.partition("@")[0] for spec in (problem.lhs, problem.rhs))
         shape = Shape(p.m, p.n, p.k, False, False, False)
-        return self.calls(shape, (x, w, x), p.rule, p.spread).infer
+        known: dict[Any, CpuCalls] = {}
+
+        def infer(
+            x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype, tag: int = -1
+        ) -> Tensor:
+            key = x_MK.shape, Dtypes(x_MK.dtype, w_NK.dtype, None, out_dtype)
+            calls = known.get(key)
+            if calls is None:
+                calls = known[key] = self.calls(shape, (x, w, x), p.rule, p.spread, key[1], key[0])
+            return calls.forward(x_MK, w_NK, bias_N, None, None, False, tag)[0]
+
+        return infer
 
 
 class CpuCalls(Calls):
@@ -77,12 +90,6 @@ class CpuCalls(Calls):
         status, ran = call(args)
         workspace.release(temp, nbytes)
         return -1 if status and not binding.supported(status) else ran
-
-    def infer(
-        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype, tag: int = -1
-    ) -> Tensor:
-        """As a plan of an InferKernel."""
-        return self.forward(x, w_NK, bias_N, out_dtype, None, None, False, tag)[0]
 
 
 def _alike(x: str, w: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.linear_calls import ALIGNMENT, Calls, Form, Shape, Specs, form_of
+from te_mx.backends.linear_calls import ALIGNMENT, Calls, Shape, Specs, form_of
 from te_mx.backends.native import MX
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.backends.sm90 import blockwise
@@ -73,15 +73,15 @@ def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     w = f"{s.w}@{rows}"
     specs = Specs(f"{s.x}@{rows}", f"{s.x}@{columns}", w, w)
     form = form_of((s.x, s.w, s.g), s.scale_rule, s.spread)
-    return Sm90Calls(kernel, Shape(*p[:6]), form, specs)
+    return Sm90Calls(kernel, Shape(*p[:6]), form, specs, *p[7:])
 
 
 class Sm90Calls(Calls):
     pitch = ALIGNMENT
     acquire = staticmethod(partial(torch.empty, dtype=torch.uint8))
 
-    def __init__(self, kernel: str, shape: Shape, form: Form, specs: Specs) -> None:
-        super().__init__(sm90.native(), shape, form, specs)
+    def __init__(self, kernel: str, *how: Any) -> None:
+        super().__init__(sm90.native(), *how)
         self.names = (kernel,)
 
     def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:

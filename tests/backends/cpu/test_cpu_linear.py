@@ -12,7 +12,7 @@ from te_mx.autograd import linear
 from te_mx.autograd.linear import Call, LinearFunction, OneCallLinear
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.linear import MOST_CODES
-from te_mx.dispatch.linear import LinearProblem
+from te_mx.dispatch.linear import Dtypes, LinearProblem
 from te_mx.runtime.kernel_log import LAST_RUN
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -43,8 +43,8 @@ def run(function, x, w, b, name, dtype, grad, needs) -> list[Tensor | None]:
     leaves = [p.detach().requires_grad_(bool(n)) for p, n in zip(parts, needs, strict=False)]
     call = Call(RECIPES[name].settings, dtype, 0)
     rest = [None] * (3 - len(leaves))
-    more = [kernel_of((x.numel() // x.shape[-1], *w.shape), name, x.dtype)]
-    y = function.apply(*leaves, *rest, call, *(more if function is OneCallLinear else []))[0]
+    more = [linear.plan_of(*leaves, *rest, call)] if function is OneCallLinear else []
+    y = function.apply(*leaves, *rest, call, *more)[0]
     y.backward(grad)
     ran = [LAST_RUN.pop(tag, None) for tag in range(3)]
     return [y.detach(), *(leaf.grad for leaf in leaves), *ran]
@@ -112,7 +112,7 @@ def test_main_grad_later_and_micro_batches(shape, firsts, delay, name, monkeypat
         version, results = layer.weight.main_grad._version, []
         with monkeypatch.context() as patch:
             if not fused:
-                patch.setattr(linear, "kernel_of", lambda *call: None)
+                patch.setattr(linear, "plan_of", lambda *call: None)
             for first in firsts:
                 x = torch.randn(m, k, dtype=BF16, requires_grad=True)
                 with te_mx.autocast(recipe=RECIPES[name]):
@@ -136,7 +136,9 @@ def test_larger_layers_run_their_steps():
 def test_a_native_call_that_cannot_be_meant_is_refused(name):
     """Whatever a record says: nothing is read or written."""
     native, settings = binding.native(), RECIPES[name].settings
-    plan = kernel_of((8, 10, 40), name).plan(LinearProblem(8, 10, 40, True, True, True, settings))
+    dtypes, shape = Dtypes(F32, F32, None, F32), torch.Size((8, 40))
+    problem = LinearProblem(8, 10, 40, True, True, True, settings, dtypes, shape)
+    plan = kernel_of((8, 10, 40), name).plan(problem)
     room = torch.zeros(1 << 16, dtype=torch.uint8)
     names = [
         "x_data", "w_data", "g_data", "y", "dx", "dw", "x_row_codes", "x_row_scales",

@@ -127,7 +127,7 @@ def test_native_calls_of_a_step(one_call):
         for name in ("quantize", "gemm", "linear_forward", "linear_backward"):
             patch.setattr(fake_sm90, name, noted(name, getattr(fake_sm90, name), calls))
         if not one_call:
-            patch.setattr(autograd_one_call, "kernel_of", lambda *args: None)
+            patch.setattr(autograd_one_call, "plan_of", lambda *args: None)
         linear, x = te_mx.Linear(K, N), torch.randn(M, K)
         step(linear, x, dataclasses.replace(RECIPES["pow2"], keep_weight_columns=True))
     forward, backward = [*2 * ["quantize"], "gemm"], ["quantize", *2 * ["gemm"]]

@@ -4,13 +4,7 @@ import triton
 import triton.language as tl
 
 from te_mx.backends.triton.kernels.encode import rounded
-from te_mx.backends.triton.kernels.gemm import (
-    finish,
-    multiply,
-    rows_of,
-    tile_of,
-    whole_of,
-)
+from te_mx.backends.triton.kernels.gemm import finish, multiply, rows_of, tile_of, whole_of
 
 
 @triton.jit
