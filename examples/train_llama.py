@@ -6,7 +6,7 @@
     python examples/train_llama.py --device cuda --config 8b-layers --layers 8 --compile
     python examples/train_llama.py --config path/to/config.json
     python examples/train_llama.py --resume                 # go on after Ctrl-C
-    python examples/train_llama.py --device cuda --steps 1000 --seeds 4 --recipes all,cures
+    python examples/train_llama.py --device cuda --steps 1000 --seeds 4 --recipes again,all
     torchrun --nproc-per-node 2 examples/train_llama.py --device cuda --parallel fsdp    # or tp
 
 The model has random weights in the shape that --config names, or those of a folder; nothing is
@@ -72,7 +72,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--recipes", type=chosen_recipes, metavar="LIST",
         help=f"compare these with bf16, over --seeds: all ({', '.join(recipes.NAMED)}), cures "
-        f"({', '.join(recipes.CURES)}), or names, with commas between",
+        f"({', '.join(recipes.CURES)}), {recipes.AGAIN} (bf16 from weights a rounding off: what "
+        "chance does), or names, with commas between",
     )  # fmt: skip
     p.add_argument(
         "--time-limit", type=float, metavar="MINUTES",

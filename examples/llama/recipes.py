@@ -71,6 +71,7 @@ _ONLY_ALL: dict[str, Callable[[], Plan]] = {
 BASES = ("mxfp4", "mxfp4_all")
 CURES = (*(f"{base}-{cure}" for base in BASES for cure in _CURES), *_ONLY_ALL)
 ALL = (*NAMED, *CURES)
+AGAIN = "again"  # no recipe: the plain run from weights a rounding off, how far chance goes
 
 
 def plan_of(name: str, layers: int) -> Plan:
@@ -85,13 +86,13 @@ def plan_of(name: str, layers: int) -> Plan:
 
 
 def chosen(words: str) -> list[str]:
-    """The recipes that a list names: "all" are those of te_mx, "cures" the others.
+    """What a list names: "all" are the recipes of te_mx, "cures" the others; AGAIN may be in it.
 
     Raises ValueError for a word that is none.
     """
     found: dict[str, None] = {}
     for word in words.split(","):
-        if word not in ("all", "cures", *ALL):
-            raise ValueError(f"recipes are all, cures, {', '.join(ALL)}, got {word!r}")
+        if word not in ("all", "cures", AGAIN, *ALL):
+            raise ValueError(f"recipes are all, cures, {AGAIN}, {', '.join(ALL)}, got {word!r}")
         found |= dict.fromkeys({"all": tuple(NAMED), "cures": CURES}.get(word, (word,)))
     return list(found)

@@ -19,6 +19,7 @@ import torch
 from gpt import data, report, stopping, train
 
 from llama import train as llama
+from llama.recipes import AGAIN
 
 STOPPED, FAILED = 130, 1
 GRACE = 40.0  # seconds before a limit in which runs write their checkpoints
@@ -56,7 +57,8 @@ def jobs_of(
     plain = settings("mxfp8").dtype
     base = replace(settings(plain), eval_every=0)
     each = {plain: base}
-    each |= {name: replace(base, mode="mxfp8", recipe=name) for name in recipes}
+    for name in recipes:
+        each[name] = replace(base, mode=plain if name == AGAIN else "mxfp8", recipe=name)
     return [
         Job(name, replace(one, seed=base.seed + seed), out)
         for seed in range(seeds)
