@@ -46,13 +46,14 @@ NATIVE_TESTS = $(wildcard tests/backends/cpu/test_native*.py)
 # not spin then: they would take the cores from the other process.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup build train test test-emulated coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
+.PHONY: help setup build train test test-emulated test-triton coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
   format docs clang clang-build sanitize sanitize-gpu wheel wheel-test bare-test clean ALWAYS
 
 help:
 	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
 	@echo "make test          all tests (TORCH=2.14.1: on that torch, in an environment and a build of its own)"
 	@echo "make test-emulated the tests of the Hopper kernels on the CPU, where the headers of CUDA are (csrc/sm90/README.md)"
+	@echo "make test-triton   the contract tests over Triton's interpreter, and its kernels compiled for every target"
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
 	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
 	@echo "make lint          ruff, mypy, pyright, clang-format, codespell, house rules; make format mends the first and third"
@@ -135,6 +136,12 @@ test-emulated: build
 	  $(call ctest,build/emulated) && \
 	  TE_MX_EMULATED=$$(echo $(CURDIR)/build/emulated/emulated/_sm90_emulated*.so) OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu $(ARGS); fi
+
+# Two minutes. Modules find Triton here, which other tests must not.
+test-triton: build
+	@TRITON_INTERPRET=1 TE_MX_BACKEND=triton PYTHONPATH=$(CURDIR)/$(VENV)/aside_triton OMP_WAIT_POLICY=passive \
+	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) -k "not avx and not amx" tests/backends/triton/compiled.py \
+	  tests/backends/triton/above.py tests/contract/test_contract_kernels.py tests/contract/test_contract_moe.py $(ARGS)
 
 # A quarter slower than without the counting.
 coverage: build

@@ -29,14 +29,6 @@ def test_interpreted_quantizers(cases):
     test_interpreted(*cases, file="interpreted_quantize.py")
 
 
-@TRITON
-@pytest.mark.parametrize("some", ["sm_80 sm_89 sm_90", "sm_100 sm_103 sm_120", "gfx942 gfx950"])
-def test_targets(some):
-    """All kernels compile, and multiply by what docs/devices.md says."""
-    made = run_file(HERE / "targets.py", *some.split(), TRITON_INTERPRET="0")
-    assert made.returncode == 0, made.stderr[-3000:] + made.stdout
-
-
 def test_without_triton_kernels_say_what_is_missing():
     said = python(
         "import importlib.util, sys; importlib.util.find_spec = lambda name, *_: None\n"

@@ -1,0 +1,101 @@
+"""What is above the backends, on Triton alone, in its interpreter: `make test-triton`, with the
+contract tests over it, which draw from the same envelopes as for any backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_mx
+from te_mx.commands import doctor
+from te_mx.commands.main import main
+from te_mx.dispatch.kernels import kernels
+from te_mx.dispatch.run import reference
+
+# Fused steps and lists of routed rows are plain torch there, and say so.
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+R = te_mx.recipe
+RECIPES = {
+    "mxfp8": R.MXFP8BlockScaling(), "hybrid": R.MXFP8BlockScaling(fp8_format=R.Format.HYBRID),
+    "split": R.MXFP8BlockScaling(split_k=True), "mxfp4": R.MXFP4BlockScaling(),
+    "float8_block": R.Float8BlockScaling(), "deepseek": R.DeepSeekV3(),
+    "nvfp4": R.NVFP4BlockScaling(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_step_under_every_recipe(recipe):
+    layer, x = te_mx.Linear(384, 32), torch.randn(32, 384, requires_grad=True)
+    with te_mx.autocast(recipe=RECIPES[recipe]):
+        y = layer(x)
+    y.pow(2).sum().backward()
+    audit = te_mx.audit(layer).layers[0]
+    assert (audit.fprop, audit.dgrad, audit.wgrad) == ("triton",) * 3
+    far, exact = 0.25 if "4" in recipe else 0.06, torch.nn.functional.linear
+    expected = exact(x, layer.weight, layer.bias)
+    grads = torch.autograd.grad(expected.pow(2).sum(), (x, layer.weight))
+    pairs = (y, expected), (x.grad, grads[0]), (layer.weight.grad, grads[1])
+    for mine, other in pairs:
+        assert (mine - other).norm() < 1.5 * far * other.norm()
+
+
+def test_groups_are_a_loop_of_layers():
+    layer, splits = te_mx.GroupedLinear(3, 64, 40), [10, 0, 30]
+    x = torch.randn(40, 64)
+    with te_mx.autocast():
+        y = layer(x, splits)
+        for i, (part, made) in enumerate(zip(x.split(splits), y.split(splits), strict=True)):
+            own, names = te_mx.Linear(64, 40), ("weight", "bias")
+            own.load_state_dict({name: getattr(layer, f"{name}{i}") for name in names})
+            assert torch.equal(made, own(part))
+    assert te_mx.audit(layer).layers[0].fprop == "triton"
+
+
+def test_a_frozen_layer_has_the_bits_of_its_master():
+    layer, x = te_mx.Linear(96, 40), torch.randn(5, 96)
+    with torch.no_grad(), te_mx.autocast():
+        before = layer(x)
+        te_mx.freeze_weights(layer, drop_master=True)
+        assert torch.allclose(layer(x), before, rtol=1e-6, atol=1e-6)
+    assert te_mx.audit(layer).layers[0].fprop == "triton"
+
+
+def test_a_mixture_runs_on_routed_rows(monkeypatch):
+    """Its products are Triton's, not a product an expert."""
+
+    def refuse(call):
+        raise AssertionError("the reference runs")
+
+    monkeypatch.setattr(reference("moe_gemm"), "run", refuse, raising=False)
+    w13, w2 = (te_mx.quantize(torch.randn(4, *s) / 8, fmt="mxfp4") for s in ((96, 64), (64, 48)))
+    x, scores = torch.randn(9, 64), torch.rand(9, 2)
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(9)]) - 1
+    y = te_mx.moe.fused_experts(x, w13, w2, scores, ids)
+    v13, v2, values = w13.dequantize(), w2.dequantize(), te_mx.quantize(x).dequantize()
+    want = torch.zeros(9, 64)
+    for t, j in torch.cartesian_prod(torch.arange(9), torch.arange(2)).tolist():
+        if (e := int(ids[t, j])) >= 0:
+            gate, up = (v13[e] @ values[t]).chunk(2)
+            z = te_mx.quantize(torch.nn.functional.silu(gate) * up).dequantize()
+            want[t] += scores[t, j] * (v2[e] @ z)
+    assert (y - want).norm() < 1e-2 * want.norm()
+
+
+def test_compiled_has_the_bits_of_eager():
+    layer, x = te_mx.Linear(64, 40), torch.randn(20, 64)
+
+    def step(x):
+        with te_mx.autocast():
+            return layer(x)
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
+
+
+def test_explained_before_and_said_after(capsys, monkeypatch):
+    said = te_mx.explain(m=16, n=64, k=8192, device="cpu")
+    assert said.kernel == "triton" and said.parts > 1 and "parts" in said.note
+    assert kernels("gemm")[-1].name == "reference"
+    monkeypatch.setattr(doctor, "GEMMS", ((4, 40, 64, "mxfp8_e4m3"), (40, 40, 64, "mxfp4")))
+    monkeypatch.setattr(doctor, "_TIMES", 1)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.count("triton") >= 2
