@@ -39,8 +39,8 @@ _SIZE, _SHAPE = re.compile(r"\d+"), re.compile(r"\b\d+(?:(?:, |x|-)\d+)*\b")
 NEED_A_GPU = (
     "test_first_use.py", "test_graphed_callables.py", "test_hostile.py",
     "test_sm90_bias_gradients.py", "test_sm90_decode_compile.py", "test_sm90_explain.py",
-    "test_sm90_graphs.py", "test_sm90_large.py", "test_sm90_one_copy.py", "test_tuned_cuda.py",
-    "test_two_gpus.py",
+    "test_sm90_graphs.py", "test_sm90_large.py", "test_sm90_one_copy.py", "test_triton.py",
+    "test_tuned_cuda.py", "test_two_gpus.py",
 )  # fmt: skip
 MAKERS: dict[Any, tuple[str, ...]] = {
     torch: (

@@ -14,7 +14,7 @@ from te_mx.backends.triton.kernels.encode import (
     encode_e2m1,
     rounded,
 )
-from te_mx.backends.triton.kernels.quantize import store_codes
+from te_mx.backends.triton.kernels.quantize import quarters, store_codes
 from te_mx.backends.triton.kernels.random import encode_random, hadamard, random_bits
 from te_mx.backends.triton.kernels.steps import tile
 
@@ -150,10 +150,12 @@ def _error(
     value = as_float(as_bits(value) | ((code & 8) << 28)) * scale * amax
     off = tl.div_rn(value, tl.zeros_like(value) + BOUND) - x
     off = off * off if SQUARE else tl.abs(off)
-    at = tl.arange(0, 16)[None, None, None, :]
-    total = tl.zeros((DOWN, H, ACROSS), tl.float32)
-    for i in tl.static_range(16):
-        total += tl.sum(tl.where(at == i, off, 0.0), 3)
+    first, second, third, fourth = quarters(tl.reshape(off, (DOWN * H * ACROSS, 2, 2, 2, 2)))
+    a, b, c, d = quarters(first), quarters(second), quarters(third), quarters(fourth)
+    total = tl.zeros((DOWN * H * ACROSS,), tl.float32)
+    for i in tl.static_range(4):
+        total = total + a[i] + b[i] + c[i] + d[i]
+    total = tl.reshape(total, (DOWN, H, ACROSS))
     if H == 16:
         total = _halves(_halves(total, DOWN, 16, ACROSS), DOWN, 8, ACROSS)
         total = _halves(_halves(total, DOWN, 4, ACROSS), DOWN, 2, ACROSS)

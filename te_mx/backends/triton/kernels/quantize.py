@@ -49,6 +49,15 @@ def _put(to, codes, r, c, rows, width):
 
 
 @triton.jit
+def quarters(x):
+    """The four elements of the last dimensions [2, 2], in order."""
+    even, odd = tl.split(x)
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
 def store_codes(
     to, codes, first_row, first, rows, k, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr
 ):
@@ -60,9 +69,7 @@ def store_codes(
         low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
         _put(to, low | (high << 4), r, first // 2 + tl.arange(0, K // 2), rows, (k + 1) // 2)
     else:
-        even, odd = tl.split(tl.reshape(codes, (ROWS, K // 4, 2, 2)))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
+        a, b, c, d = quarters(tl.reshape(codes, (ROWS, K // 4, 2, 2)))
         at, width = first // 4 * 3 + 3 * tl.arange(0, K // 4), (6 * k + 7) // 8
         _put(to, a | (b << 6), r, at, rows, width)
         _put(to, (b >> 2) | (c << 4), r, at + 1, rows, width)

@@ -1,0 +1,34 @@
+"""Triton's quantizers, fused steps and layers on this GPU: the tests of the interpreter, in
+processes of their own because TE_MX_BACKEND counts where te_mx is imported, all at a time because
+most of the time of one is compiling."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "backends" / "triton" / "interpreted_quantize.py"
+CASES = "bytes", "nvfp4", "random", "norms", "activations", "layers"
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    def run(case: str) -> subprocess.CompletedProcess[str]:
+        asked = {**os.environ, "TRITON_INTERPRET": "0", "TE_MX_BACKEND": "triton"}
+        return subprocess.run(
+            [sys.executable, FILE, case], capture_output=True, text=True, timeout=600, env=asked
+        )
+
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_in_the_interpreter(outcomes, case):
+    assert outcomes[case].returncode == 0, outcomes[case].stderr[-3000:]
