@@ -74,8 +74,7 @@ class Tables(NamedTuple):
 def plan_tables(
     model: nn.Module, converts: Collection[nn.Module]
 ) -> tuple[list[Fusion], list[Tables]]:
-    """The report and what `fuse_in_place` is to do. converts: the layers that are te_mx.Linear
-    afterwards."""
+    """The report and what to fuse. converts: the layers that are te_mx.Linear afterwards."""
     found: list[Fusion] = []
     tables: list[Tables] = []
     beside = next((module for module in model.modules() if module in converts), None)
