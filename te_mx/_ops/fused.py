@@ -132,8 +132,7 @@ def _read(parts: list[Tensor], target: Target, shape: Sequence[int]) -> Quantize
 
 
 def _listed(x: Tensor, first: tuple[Tensor | None, ...], parts: list[Tensor]) -> list[Tensor]:
-    """What an op returns: its first results, empty where there is none, then the parts that
-    exist."""
+    """What an op returns: its first results, empty where there is none, then the parts."""
     return [x.new_empty(0) if tensor is None else tensor for tensor in first] + parts
 
 

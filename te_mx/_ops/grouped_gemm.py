@@ -240,8 +240,7 @@ GEMM_K = define(
 
 
 def on_device(offs: Tensor, spec: str, x: Tensor) -> Tensor:
-    """Ends of groups where the kernels of tokens with this spec read them: taken there once for
-    all ops of a call."""
+    """Ends of groups where the kernels of tokens with this spec read them, for a whole call."""
     if offs.device == x.device or spec_of(spec).layout.exact or not is_direct(x):
         return offs
     known, key = derived(), ("move_ends", x.device, spec)

@@ -107,8 +107,7 @@ def _run(p: RoutedGemm, tag: int) -> None:
 
 
 def _kernel(problem: Problem) -> Kernel:
-    """The kernel of a problem. Envelopes look at the class of the number of tokens, tables at the
-    number."""
+    """The kernel of a problem: envelopes look at the class of its tokens' number, tables at it."""
     if problem.place.device == "cuda" and problem.place.index < 0:
         return pick_problem(problem)
     by_tokens = tables.has_rows(problem) and problem.m <= MOST_ROWS

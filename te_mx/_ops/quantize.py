@@ -81,8 +81,7 @@ def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] |
 
 
 def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
-    """Two matrices that do not depend on each other, at the same time where a kernel can: the first
-    without col_sum."""
+    """Two matrices, at the same time where a kernel can; the first without col_sum."""
     x, other = second.x, first.x
     if is_direct(x, other):
         for w in (first, second):

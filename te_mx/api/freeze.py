@@ -179,8 +179,7 @@ _ONE_ELSEWHERE = (
 
 
 def one_elsewhere(modules: Iterable[tuple[str, _M]]) -> list[list[tuple[str, _M]]]:
-    """Those of these layers that are one in vLLM and SGLang, by their names: q, k and v; gate and
-    up."""
+    """Those of these layers that are one in vLLM and SGLang, by name: q, k and v; gate and up."""
     found: dict[tuple[str, tuple[str, ...]], list[tuple[str, _M]]] = {}
     for name, module in modules:
         above, _, last = name.rpartition(".")

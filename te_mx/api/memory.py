@@ -21,8 +21,7 @@ from te_mx.runtime.arguments import check_module
 
 
 class Saved(NamedTuple):
-    """Bytes that the forwards of one layer kept for backward, and how many of these something else
-    keeps as well."""
+    """Bytes that the forwards of one layer kept for backward, and how many others keep too."""
 
     bytes: int
     shared: int

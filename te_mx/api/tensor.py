@@ -369,8 +369,7 @@ class MXTensor:
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """In NVFP4 what codes times scales are multiplied by, float32 [], or [rows, 1] in
-        "nvfp4_rows"; None elsewhere."""
+        """In NVFP4 a factor of all values, float32 [] or [rows, 1] ("nvfp4_rows"); else None."""
         return self._tensor_scale
 
     @property

@@ -65,8 +65,7 @@ class GroupedWgrad(Wgrad):
 
 
 class Versions:
-    """What a GEMM that waits will read, and its versions now: autograd's own check ends with the
-    backward pass."""
+    """What a GEMM that waits will read, with versions, which autograd checks no longer."""
 
     __slots__ = ("_kept",)
 

@@ -546,8 +546,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
 def grouped_on_codes(
     x: Tensor, offs: Tensor, w_row: Stack, bias_GN: Tensor | None, call: GroupedCall
 ) -> Tensor:
-    """x [..., K] -> [..., N] on weights of which only plain rowwise codes are left, differentiable
-    in x and the biases."""
+    """x [..., K] -> [..., N] on weights of rowwise codes, differentiable in x and the biases."""
     wanted = x.requires_grad or (bias_GN is not None and bias_GN.requires_grad)
     if not (torch.is_grad_enabled() and wanted):
         return infer(x, offs, w_row, bias_GN, call)

@@ -225,7 +225,6 @@ def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
 
 
 def one_by_one(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: GroupedCall) -> Tensor:
-    """x [..., K] -> [..., N], differentiable, group by group: as autograd.grouped.grouped_linear,
-    which says of what."""
+    """x [..., K] -> [..., N], differentiable, group by group: as grouped.grouped_linear."""
     bounds = bounds_of(offs, call.capacity, flatten(x).shape[0])
     return GroupedLoopFunction.apply(x, call, bounds, *parts)[0]

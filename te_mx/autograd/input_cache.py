@@ -193,8 +193,7 @@ def _from_view(x: Tensor) -> Entry | None:
 
 
 def siblings_of(x: Tensor, node: Any) -> Siblings | None:
-    """The layers whose gradients of x add up, with this one among them; None for a layer of which
-    no siblings are known."""
+    """The layers whose gradients of x add up with this one's; None where no siblings are known."""
     if not _here.entries or torch.compiler.is_compiling():
         return None
     entry = entry_of(x)
@@ -207,8 +206,7 @@ def siblings_of(x: Tensor, node: Any) -> Siblings | None:
 
 
 def put(x: Tensor, target: Target, made: Quantized) -> None:
-    """x [..., K] was quantized as [M, K] to a target, for its readers if the cache is open for
-    it."""
+    """x [..., K] was quantized as [M, K] to a target, for its readers if the cache is open."""
     if _here.entries and not torch.compiler.is_compiling():
         entry = entry_of(x)
         if entry is not None:

@@ -178,8 +178,7 @@ _watched: dict[int, weakref.ref[Tensor]] = {}
 
 
 def _watch(z: Tensor, asked: set[str], tell: Tell) -> None:
-    """When z is gone, tell whether a layer asked for its columnwise codes, to keep them for
-    backward."""
+    """When z is gone, tell whether a layer asked for its columnwise codes to keep for backward."""
     key = id(z)
 
     def gone(_: object) -> None:

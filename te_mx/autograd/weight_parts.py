@@ -120,8 +120,7 @@ def _starts_from_values(row: Operand, settings: Settings) -> bool:
 
 
 def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
-    """A joined weight, of what it is joined of; of codes their values, where dgrad starts from
-    those."""
+    """A joined weight, of its parts; of codes their values, where dgrad starts from those."""
     if codes:
         pairs = zip(codes, own[::2], own[1::2], strict=False)
         parts = [kept.row._replace(codes=one, scales=scales) for kept, one, scales in pairs]

@@ -147,8 +147,7 @@ class Calls(LinearPlan):
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, given: Held | None,
         weight: Operand | None = None, keep_row: bool = True, tag: int = -1,
     ) -> tuple[Tensor, Held]:  # fmt: skip
-        """As LinearPlan.forward; nothing is empty. Without keep_row the rowwise operand of x lies
-        in the workspace."""
+        """As LinearPlan.forward, nothing empty. Without keep_row x's row lies in the workspace."""
         device, room = x.device, self.room
         _, _, k, x_columns, _, w_kept = self.shape
         y = torch.empty(self.y_shape, dtype=self.dtypes[3], device=device)

@@ -96,8 +96,7 @@ def words_of(spec: str) -> tuple[str, str]:
 
 
 def is_aligned(spec: str) -> bool:
-    """Whether blocks of 1 x 128 lie as aligned tiles, which native code multiplies as those of
-    MX."""
+    """Whether blocks of 1 x 128 lie as aligned tiles, which are multiplied as those of MX."""
     fmt, layout = spec_of(spec)
     return fmt.scaling.scale == "fp32" and layout.scale_dtype is torch.int32
 
@@ -143,8 +142,7 @@ def set_tensor_scale(record: Any, side: str, operand: Operand | Stack) -> None:
 
 
 def routed_record(native: Any, p: RoutedGemm, **more: int) -> tuple[Any, object]:
-    """The native record of a product of routed rows, with further fields, and what must live until
-    it is enqueued."""
+    """The record of a product of routed rows, and what must live until it is enqueued."""
     ids, experts, count, block_m, a_div, _ = p.routing
     bias = None if p.bias is None else p.bias.contiguous()
     weights = None if p.weights is None else p.weights.contiguous()
@@ -202,8 +200,7 @@ def one_read_of_weights(row: str, col: str) -> str | None:
 
 
 def is_native(target: Target, formats: tuple[str, ...]) -> bool:
-    """Whether native code of these formats makes what a target asks for as it quantizes, if it asks
-    for codes."""
+    """Whether native code makes what a target asks for as it quantizes, if it asks for codes."""
     row, col, rule = target[:3]
     known = all(spec_of(spec).format.name in formats for spec in (row, col) if spec)
     known = known and not is_stochastic(rule)

@@ -122,8 +122,7 @@ class Experts:
 
 
 class Weights(Protocol):
-    """What a contest is about: layers that are called with x, as they are kept and on plain
-    codes."""
+    """What a contest is about: layers called with x, as they are kept and on plain codes."""
 
     recipe: BlockScaling
     device: torch.device
@@ -188,8 +187,7 @@ class Contest:
     def wrong(
         self, candidates: list[Candidate], row_of: Callable[[Candidate], list[Row]]
     ) -> dict[str, float]:
-        """How far results are off that of the first candidate, by the names of those that are
-        wrong."""
+        """How far results are off those of the first candidate, by the names of the wrong ones."""
         results = {}
         for one in candidates:
             trial = self.trial(row_of(one))
@@ -437,8 +435,7 @@ def sets_for(nbytes: int, device: torch.device) -> int:
 def microseconds(
     trials: dict[str, Trial], sets: int, device: torch.device, rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """The median time of a call of each; of one that takes several times as long as the fastest,
-    the only one."""
+    """The median time of a call of each; of one several times slower than the best, one time."""
     make = _graph if device.type == "cuda" else _loop
     repeat = {name: make(trial, sets, device) for name, trial in trials.items()}
     clock = _event_seconds if device.type == "cuda" else _wall_seconds

@@ -249,8 +249,7 @@ class Session:
 def _with_layers(
     shapes: list[Shape], recipe: BlockScaling, device: torch.device, session: Session
 ) -> Iterator[tuple[Shape, Layers | Experts | None]]:
-    """Each shape with layers or experts of its size, made once for a size, or None where
-    the table has it."""
+    """Each shape with layers or experts of its size, made once; None where the table has it."""
     name = tables.device_name(place_of(device))
     for size in dict.fromkeys(shape.weights for shape in shapes):
         layers: Layers | Experts | None = None

@@ -75,8 +75,7 @@ INPUTS = tuple(_MAKERS)
 
 
 def make(name: str, dtype: str) -> Tensor:
-    """The input of a name, in "fp32" or "bf16": the upper halves of fp32, so that a neighbour is
-    one in bf16."""
+    """The input of a name, in "fp32" or "bf16": the upper halves of fp32, neighbours stay such."""
     narrow = dtype == "bf16"
     bits = _MAKERS[name](1 << 16 if narrow else 1)
     if narrow:

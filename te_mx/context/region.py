@@ -77,8 +77,7 @@ innermost: ContextVar[Region | None] = ContextVar("te_mx_autocast", default=None
 
 
 class _Traced:
-    """Regions entered in code that Dynamo is tracing: (settings, outer) pairs, None outside of
-    every one."""
+    """Regions entered in code that Dynamo traces: (settings, outer) pairs, None outside."""
 
     def __init__(self) -> None:
         self.top: tuple[Settings | ByName | None, Any] | None = None
@@ -367,8 +366,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` in the region that is active now, or in none, whenever and in whatever thread it is
-    called."""
+    """`fn` in the region that is active now, or in none, whenever and wherever it runs."""
     region = active_region()
     first_run: dict[int, Any] = {}
 

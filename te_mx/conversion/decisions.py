@@ -267,8 +267,7 @@ def too_small(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[bool, 
 # A module holds the settings of a bound recipe as an attribute: they are copied, pickled and moved
 # with it, torch.compile guards on them, and no state_dict has them.
 def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[Binding]:
-    """The te_mx modules of a model, each once, but those that the user excluded under one of their
-    names."""
+    """The te_mx modules of a model, each once, but those excluded under one of their names."""
     found: dict[int, Binding] = {}
     excluded = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -280,8 +279,7 @@ def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[
 
 
 def bind(modules: Iterable[tuple[Any, tuple[str, ...]]], recipe: Recipe) -> None:
-    """Have modules, whose weights have these names, run with a recipe, whatever was bound to them
-    before."""
+    """Have modules, whose weights have these names, run with a recipe from now on."""
     region.install()  # what runs again did not run in a region, but must know that it did not
     for module, names in modules:
         settings = settings_of(recipe.chosen, names, module._module_type)

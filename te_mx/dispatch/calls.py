@@ -76,8 +76,7 @@ class Product(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a GEMM kernel says: its name, or that of the kernel which the data asked for, and the
-    bias gradient or None."""
+    """The name of the GEMM kernel that ran, and the bias gradient or None."""
 
     name: str
     bias_grad: Tensor | None

@@ -14,8 +14,7 @@ from te_mx.runtime import compiled
 
 
 class Forms(NamedTuple):
-    """Specs of rowwise and columnwise copies in one format: of a matrix, and of the tokens of
-    several groups."""
+    """Specs of rowwise and columnwise copies: of a matrix, and of the tokens of several groups."""
 
     row: str
     col: str

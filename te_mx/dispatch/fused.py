@@ -44,8 +44,7 @@ class Norm(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """An activation by Transformer Engine's name, or gelu_erf; the last three fields are of
-    clamped_swiglu alone."""
+    """An activation by Transformer Engine's name, or gelu_erf; the rest is of clamped_swiglu."""
 
     name: str
     limit: float = 7.0

@@ -45,8 +45,7 @@ Part = tuple[Tensor, Tensor | None]
 
 
 class Held(NamedTuple):
-    """The operands that a forward made or was given; None for what nobody needs. w_col: a buffer of
-    the plan's own."""
+    """The operands of a forward; None for what nobody needs. w_col: a buffer of the plan's own."""
 
     x_row: Part | None
     x_col: Part | None = None

@@ -141,8 +141,7 @@ def tuning(problem: Problem) -> Tuning:
 
 
 def choose(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
-    """(the kernel that runs a problem, [(name, reason), ...] of those that decline it and come
-    before the default)."""
+    """(the kernel of a problem, [(name, reason), ...] of those before it that decline)."""
     kernel, declined = default(problem)
     return tuning(problem).kernel or kernel, declined
 

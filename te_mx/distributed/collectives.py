@@ -195,8 +195,7 @@ def _gradient(grad: Tensor, kind: _Kind) -> DTensor:
 
 
 class Here(NamedTuple):
-    """A parameter as the functions of te_mx.autograd take it (linear.py): without a node of
-    its own."""
+    """A parameter as the functions of te_mx.autograd take it: without a node of its own."""
 
     parameter: DTensor
     local: Tensor
@@ -225,8 +224,7 @@ def here_of(parameter: DTensor, grads: Sequence[Placement]) -> Here | None:
 
 
 def local_of(x: DTensor, grads: Sequence[Placement], summed: bool = False) -> Tensor:
-    """x.to_local(grad_placements=grads). summed: of an x whose gradient every rank gets the sum of
-    (`sums_gradient`)."""
+    """x.to_local(grad_placements=grads); summed: its gradient becomes a sum (`sums_gradient`)."""
     if is_tracing() or dispatch_modes() or not torch.is_grad_enabled():
         return x.to_local(grad_placements=grads)
     wanted, group = (x.placements, x.device_mesh.get_group(0)) if summed else (tuple(grads), None)

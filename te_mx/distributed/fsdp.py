@@ -474,8 +474,7 @@ def _settings_of(module: Any, recipe: Any) -> Settings | None:
 
 
 def attach(module: Any) -> None:
-    """Tell FSDP2 how to gather the weights of a module. What loading or moving made new has to be
-    told again."""
+    """Tell FSDP2 how to gather the weights of a module; again after loading or moving it."""
     model = module._gathered_with
     if model is None:
         model = module.__dict__["_gathered_with"] = Model()

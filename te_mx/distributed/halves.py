@@ -50,8 +50,7 @@ def is_blank(tensor: Any) -> bool:
 
 @torch.no_grad()
 def cut(whole: Tensor, like: Sequence[Any]) -> list[Tensor]:
-    """The rows of a tensor, which every rank has or of which it has its part, as DTensors like
-    those of a module."""
+    """The rows of a tensor, whole or this rank's part, as DTensors like those of a module."""
     rows = [len(part) for part in like]
     return [
         distribute_tensor(

@@ -221,8 +221,7 @@ def _sizes(module: Any, local: dict[str, Any]) -> dict[str, int]:
 
 
 def _run_experts(module: Any, plan: Plan, held: dict[str, Any], inp: Any, args: Any) -> Any:
-    """Stacked weights, Shard(0): every rank runs the rows of its own experts, which the caller has
-    sent there."""
+    """Stacked weights, Shard(0): a rank runs the rows of its own experts, sent there before."""
     if isinstance(inp, DTensor):
         raise TypeError(
             f"{module._label()}: experts are on several ranks, so inp must be the rows of those of "
@@ -424,8 +423,7 @@ def check_cuts(module: Any, settings: Settings | None, kinds: list[str], mesh: A
 
 
 def way_of(kinds: list[str], x: Sequence[Placement], last: int) -> Way:
-    """How layers of these kinds run on an input that is placed like x; `last` is its last
-    dimension."""
+    """How layers of these kinds run on an input placed like x, whose last dimension is `last`."""
     way = Way(kinds, [], [], [])
     for kind, place in zip(kinds, x, strict=True):
         if kind == ROW:
@@ -505,8 +503,7 @@ def run_group(module: Any, inp: Any, *args: Any) -> Any:
 
 
 def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:
-    """The normalized input as a layer returns it: this rank's tokens, or all of them. Its gradient
-    is counted once."""
+    """The normalized input as a layer returns it: this rank's or all tokens, one gradient of it."""
     if is_mine:
         return z
     if how.sequence:

@@ -64,8 +64,7 @@ def act_quant_transposed_lhs(
 def weight_quant_rhs(
     x: Tensor, block_size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """x [M, N] in square blocks: codes [M, N] and scales [ceil(M / b), ceil(N / b)], both
-    column-major."""
+    """x [M, N] in square blocks, column-major: codes [M, N], scales [ceil(M / b), ceil(N / b)]."""
     codes, scales = _quantize(x, (check_size("block_size", block_size, 1),) * 2, dtype)
     return _column_major(codes), _column_major(scales)
 
@@ -73,8 +72,7 @@ def weight_quant_rhs(
 def weight_quant_transposed_rhs(
     x: Tensor, block_size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """x [M, N] in square blocks, transposed: codes [N, M] and scales [ceil(N / b), ceil(M / b)],
-    both column-major."""
+    """x [M, N] in square blocks, transposed: codes [N, M], scales [ceil(N / b), ceil(M / b)]."""
     codes, scales = _quantize(x, (check_size("block_size", block_size, 1),) * 2, dtype)
     return codes.t(), scales.t()
 

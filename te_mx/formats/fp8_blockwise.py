@@ -70,8 +70,7 @@ class BlockwiseFormat(Format):
         return codes, scales
 
     def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-        """As `Format.dequantize`: code * scale, exact in fp64, else rounded to fp32 and then to
-        dtype."""
+        """As `Format.dequantize`: code * scale, exact in fp64, else by fp32 to dtype."""
         k = self.check_parts(codes, scales, k, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         of_rows = scales.to(wide).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]

@@ -44,8 +44,7 @@ class Hadamard:
         return f"rht{self.size}:0x{self.signs:08x}"
 
     def apply(self, x: Tensor, whole: Tensor | None = None) -> Tensor:
-        """x' of x [.., k], in fp32. whole [.., k // size]: chunks that are transformed; all by
-        default."""
+        """x' of x [.., k], in fp32. whole [.., k // size]: the chunks to transform; None: all."""
         chunks, rest = self._chunks(x.to(torch.float32))
         flipped = torch.where(self._negative(x.device, chunks.shape[-2]), -chunks, chunks)
         made = self._butterflies(flipped) * self._factor
@@ -85,8 +84,7 @@ class Hadamard:
 
 
 def split_name(name: str) -> tuple[str, Hadamard] | None:
-    """The name of a format, and the transform behind it: "mxfp4+rht32:0x1234abcd"; None where there
-    is none."""
+    """The name of a format and the transform behind it: "mxfp4+rht32:0x1234abcd"; else None."""
     found = _SUFFIX.fullmatch(name)
     if found is None:
         return None

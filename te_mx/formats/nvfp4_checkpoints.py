@@ -77,8 +77,7 @@ def from_compressed_tensors(
 
 
 def to_compressed_tensors(codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Parts:
-    """(weight_packed, weight_scale, weight_global_scale) of te_mx's parts. Raises as
-    from_modelopt."""
+    """(weight_packed, weight_scale, weight_global_scale) of te_mx's; raises as from_modelopt."""
     codes, scales, whole = to_modelopt(codes, scales, tensor_scale)
     whole = whole.reciprocal()
     return codes, scales, whole if whole.dim() else whole.reshape(1)

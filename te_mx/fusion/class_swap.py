@@ -81,8 +81,7 @@ def why_not_back(module: Any) -> str:
 
 
 def take_back(module: Any, *attributes: str) -> str:
-    """Give a module its own class back, without these attributes; returns why that cannot be done,
-    or an empty string."""
+    """Give a module its own class back, without these attributes; returns why not, or ""."""
     if reason := why_not_back(module):
         return reason
     for attribute in attributes:
@@ -101,6 +100,5 @@ class LayerInPlace(Reclassed, MXModule):
 
     @property
     def reset_parameters(self) -> Any:
-        """Hidden: the model initializes such layers, and whoever looks for this method must not
-        find one."""
+        """Hidden, from whoever initializes what has such a method: the model does that."""
         raise AttributeError("reset_parameters: the model initializes this layer")

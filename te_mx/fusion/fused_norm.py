@@ -58,8 +58,7 @@ class FusedNorm(Reclassed):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _target_or_why_not(self, x: Any) -> tuple[Target | None, str]:
-        """What the readers ask for; None in high precision, or where its own forward runs, and
-        why."""
+        """What the readers ask for; None in high precision, or with why its own forward runs."""
         plan: NormPlan = self.__dict__[ATTRIBUTE]
         reader = plan.reader
         if type(reader) is not Linear:

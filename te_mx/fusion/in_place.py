@@ -22,13 +22,10 @@ from te_mx.nn.guards import RAN, hooked
 from te_mx.nn.linear import Linear
 
 # ------------------------------------------------------------------------------------------ tables
-# What a rotary embedding of another library's model does once convert_model(fuse=True) has found
-# it: in compiled code its tables of cosines and sines are written once.
-# torch.compile would make them a part of every kernel that rotates queries and keys, forward and
-# back, where two sines and a cosine for each element take three to five times as long as reading
-# the tables.
-# Rotary embeddings, whose tables compiled code is to write once (te_mx/fusion/in_place.py).
-# They are known by what they hold: frequencies under the name that all libraries give them, and
+# Rotary embeddings, whose tables of cosines and sines compiled code writes once. torch.compile would
+# make them a part of every kernel that rotates queries and keys, forward and back, where two sines
+# and a cosine for each element take three to five times as long as reading the tables. They are
+# known by what they hold: frequencies under the name that all libraries give them, and
 # neither parameters nor submodules. Whatever else that were, storing its result changes no value.
 ATTRIBUTE = "_te_mx_tables"
 
@@ -74,8 +71,7 @@ class Tables(NamedTuple):
 def plan_tables(
     model: nn.Module, converts: Collection[nn.Module]
 ) -> tuple[list[Fusion], list[Tables]]:
-    """The report and what `fuse_in_place` is to do. converts: the layers that are te_mx.Linear
-    afterwards."""
+    """The report and what to fuse. converts: the layers that are te_mx.Linear afterwards."""
     found: list[Fusion] = []
     tables: list[Tables] = []
     beside = next((module for module in model.modules() if module in converts), None)

@@ -133,8 +133,7 @@ def formula_of(module: nn.Module) -> Formula | None:
 
 
 def _rows(size: int, eps: float) -> Tensor:
-    """[2, 4, size]: usual rows, large ones, ones with a mean, and ones as small as eps lets
-    matter."""
+    """[2, 4, size]: rows as usual, large, with a mean, and so small that eps matters."""
     x = numbers((2, 4, size), 0, torch.float32)
     x[:, 1] *= 1000
     x[:, 2] += 3

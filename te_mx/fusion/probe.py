@@ -69,8 +69,7 @@ def twin(module: nn.Module, training: bool, children: Mapping[str, nn.Module]) -
 
 
 def _here(value: Tensor | None) -> Tensor | None:
-    """A parameter or buffer, or ones in its place where it is on another device: what is probed
-    runs on the CPU."""
+    """A parameter or buffer on the CPU, where what is probed runs; ones for other devices'."""
     if value is None or value.is_cpu:
         return value
     return torch.ones(value.shape, dtype=value.dtype, device="cpu")
@@ -78,8 +77,7 @@ def _here(value: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Run what is probed without a trace: no graph, no torch.autocast, torch's generator as it
-    was."""
+    """Run what is probed without a trace: no graph, no autocast, torch's generator as it was."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),

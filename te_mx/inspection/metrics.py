@@ -59,8 +59,7 @@ class Sums:
 
     @property
     def sqnr(self) -> float | None:
-        """10 log10(signal / noise) in dB; inf where nothing was rounded, None where there is no
-        signal."""
+        """10 log10(signal / noise) in dB; inf where nothing was rounded, None without a signal."""
         if self.signal == 0:
             return None
         return math.inf if self.noise == 0 else 10 * math.log10(self.signal / self.noise)

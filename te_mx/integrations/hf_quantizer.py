@@ -260,8 +260,7 @@ def _shapes_in(files: Any, end: str) -> Iterator[tuple[int, ...]]:
 def _like(
     converter: Any, sources: list[str], targets: list[str], first: list[Any], last: list[Any]
 ) -> Any:
-    """A converter like this one, of tensors with other names, with these steps before and after its
-    own."""
+    """A converter like this one, of tensors with other names, with these steps before and after."""
     copy = WeightConverter(sources, targets, [*first, *converter.operations, *last])
     for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
         if hasattr(converter, name):

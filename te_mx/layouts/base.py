@@ -238,7 +238,6 @@ def check_tensor_scale(
 
 
 class AnyLayout(Layout):
-    """Stands in a problem whose operands are not made yet: every kernel takes it, and says which
-    layout it wants."""
+    """Of problems without operands yet: kernels take it, and say which layout they want."""
 
     name = "any"

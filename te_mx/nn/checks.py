@@ -97,8 +97,7 @@ FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 class Checked:
-    """Mixin of the modules: looks at dtypes, devices and shapes, which costs little and waits for
-    no device."""
+    """Mixin of the modules: looks at dtypes, devices and shapes, and waits for no device."""
 
     def _label(self) -> str:
         """The layer's name in errors."""

@@ -138,8 +138,7 @@ class NormModule(MXModule, nn.Module):
         return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
 
     def _plain_norm(self, inp: Tensor) -> Tensor:
-        """The normalization outside te_mx.autocast: torch's own, in the dtype of the module's
-        result."""
+        """The normalization outside te_mx.autocast: torch's, in the dtype of the result."""
         if self.normalization is None:
             return inp
         weight: Tensor | None = self.layer_norm_weight
@@ -278,8 +277,7 @@ class NormModule(MXModule, nn.Module):
 
     # ----------------------------------------------------------------------------- checks and names
     def _linears(self) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
-        """Weight and bias of every linear layer, whole, one behind the other; and the shapes that
-        the weights have."""
+        """Weight and bias of every linear layer, whole, and the shapes that the weights have."""
         raise NotImplementedError
 
     def _read(self, inp: Tensor) -> tuple[Any, Tensor | None]:

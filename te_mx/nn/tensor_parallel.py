@@ -91,8 +91,7 @@ def check_group(owner: str, tp_group: Any) -> None:
 
 
 class Marked:
-    """Mixin in front of an nn.Module of which trainers read attributes of the parameters: `_mark`
-    sets them."""
+    """Mixin in front of an nn.Module: `_mark` sets attributes of parameters that trainers read."""
 
     def _mark(self) -> None:
         """Set them on the parameters that are there."""

@@ -212,8 +212,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 # ------------------------------------------------------------------------------------------- steps
 def _mask_rows(mask: Tensor) -> Tensor:
-    """The row of each pair [tokens, experts] where the mask is not 0: experts first, then
-    tokens."""
+    """The row of each pair [tokens, experts] where the mask is not 0, by experts, then tokens."""
     on = (mask != 0).T
     return torch.where(on, on.reshape(-1).cumsum(0).view(on.shape) - 1, -1).T
 

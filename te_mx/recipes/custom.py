@@ -248,8 +248,7 @@ _alive: weakref.WeakValueDictionary[int, _Factory] = weakref.WeakValueDictionary
 
 @lru_cache(maxsize=32)
 def _factory(function: Callable[[QuantizerRole], Any], options: tuple[Any, ...]) -> _Factory:
-    """One for each function and its options: equal recipes ask once, and compiled code is that of
-    both."""
+    """One for each function and its options: equal recipes ask once, and share compiled code."""
     return _Factory(function, options)
 
 

@@ -82,8 +82,7 @@ SCALE_RULES = ("rceil", "floor")
 
 
 class FormatRange(NamedTuple):
-    """Value of a `Format` member: element formats and their largest values, forward and
-    backward."""
+    """Value of a `Format` member: elements and their largest values, forward and backward."""
 
     max_fwd: float
     max_bwd: float

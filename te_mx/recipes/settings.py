@@ -114,8 +114,7 @@ class Mixed(NamedTuple):
 
 
 def in_words(settings: Settings) -> str:
-    """Settings as one string, for graphs that are kept on disks and hold no objects. Traceable by
-    Dynamo."""
+    """Settings as a string, for graphs on disks, which hold no objects. Traceable by Dynamo."""
     words = ["yes" if value is True else value for value in settings]
     return "|".join(["" if word is None or word is False else str(word) for word in words])
 

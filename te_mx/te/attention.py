@@ -176,8 +176,7 @@ _MOST_PRODUCTS = 1 << 24  # that lie in memory at once
 
 
 def _in_order(a: Tensor, b: Tensor) -> Tensor:
-    """a [.., m, k] @ b [.., k, n], some rows of a at a time: every sum has the order of
-    sum_of_keys."""
+    """a [.., m, k] @ b [.., k, n], some rows of a at a time: sums in the order of sum_of_keys."""
     turned = b.transpose(-1, -2).unsqueeze(-3)
     each = max(1, _MOST_PRODUCTS // max(1, turned.numel()))
     parts = [sum_of_keys(rows.unsqueeze(-2) * turned) for rows in a.split(each, -2)]

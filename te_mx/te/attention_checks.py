@@ -1,8 +1,8 @@
 """Checks of the arguments of the attention modules; each raises before anything is computed, and
 names the module and the argument.
 
-Arguments of Transformer Engine's attention modules that te_mx does not have, as te_arguments.py
-has those of the linear ones: accepted at their defaults, refused by name when set.
+Arguments of Transformer Engine's attention modules that te_mx does not have, as nn/arguments.py has
+those of the linear ones: accepted at their defaults, refused by name when set.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class Rule(NamedTuple):
 
 
 def check_mask_type(name: str, kind: Any) -> str:
-    """A mask type in its usual spelling. Raises TypeError or ValueError, with the argument's
-    name."""
+    """A mask type in its usual spelling. Raises TypeError or ValueError by the argument's name."""
     if not isinstance(kind, str):
         raise TypeError(f"{name} must be a string, got {shown(kind)}")
     usual = kind.replace(",", "_")
@@ -170,6 +169,5 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def alibi(slopes: Tensor, apart: Tensor) -> Tensor:
-    """``-slope * |i + o - j|``, fp32 [1 or b, heads, queries, keys]; slopes [heads] or
-    [b, heads]."""
+    """``-slope * |i + o - j|``, fp32 [1 or b, heads, queries, keys]; slopes [(b,) heads]."""
     return -slopes.float().reshape(-1, slopes.shape[-1], 1, 1) * apart.abs()

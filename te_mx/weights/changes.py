@@ -99,8 +99,7 @@ class Sources:
 
 
 def id_of(tensor: Any) -> int:
-    """The number of a tensor. A weak reference would say the same, but keeps
-    torch.utils.swap_tensors from working."""
+    """The number of a tensor: a weak reference would keep torch.utils.swap_tensors from working."""
     if not hasattr(tensor, "_te_mx_id"):
         tensor._te_mx_id = next(_ids)
     return tensor._te_mx_id

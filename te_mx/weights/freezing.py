@@ -95,8 +95,7 @@ class Freezable(Sourced):
     def _make_kept(
         self, key: str, settings: Settings, need_dx: bool, for_steps: bool = False
     ) -> Any:
-        """The weight quantized, and packed for the kernels, for several calls; for_steps: of one
-        training step."""
+        """The weight quantized and packed for several calls; for_steps: of one training step."""
         return kept_weight(here(self._whole(key)), settings, need_dx, for_steps)
 
     def _plain_codes(self, key: str, settings: Settings) -> Operand | Stack:
@@ -265,8 +264,7 @@ class Freezable(Sourced):
         self._lies = {**self._lies, key: held.layout.name}
 
     def _rest(self) -> None:
-        """Hold weights without masters as their device, which may be another one now, keeps
-        them."""
+        """Hold weights without masters as their device, perhaps another one now, keeps them."""
         for key in self._weight_keys:
             held = self._one_copy(key)
             if (made := settled(held)) is not held:

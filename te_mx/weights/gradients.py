@@ -39,8 +39,7 @@ from te_mx.weights.ranks import above
 def owners_of(
     module: Any, parameters: Sequence[Tensor], owned: Mapping[int, Owner] | None
 ) -> Sequence[Owner]:
-    """Whom the gradients of weights belong to that belong to several ranks; none where they belong
-    to this one."""
+    """Whom gradients of weights belong to that several ranks share; none where none do."""
     if owned is not None:
         return [owned[id(parameter)] for parameter in parameters]
     return above.distributed.owners(module, parameters) if wrapped else ()

@@ -231,8 +231,7 @@ class WeightSource:
         return iter(())
 
     def values(self, layer: Any, key: str) -> Tensor:
-        """What products compute with, in the dtype of the parameters and without history: of groups
-        [G, n, k]."""
+        """What products compute with, in the parameters' dtype, no history: of groups [G, n, k]."""
         each = [weight.detach() for weight in layer._each_of(key)]
         return torch.stack(each) if len(layer._master_shape(key)) > 2 else each[0]
 
@@ -253,8 +252,7 @@ class WeightSource:
         return ""
 
     def copies(self, layer: Any, key: str) -> list[Any]:
-        """The copies of a weight that lie somewhere now: the rowwise one, which may be None, and
-        others."""
+        """The copies of a weight that lie somewhere now: the rowwise one or None, and others."""
         return []
 
     # ------------------------------------------------------------------------ saved, copied, loaded
@@ -277,8 +275,7 @@ PARAMETERS = WeightSource()
 
 
 class Cached(WeightSource):
-    """Parameters whose copies serve the micro-batches of one optimizer step, for calls with
-    is_first_microbatch."""
+    """Parameters with copies for the micro-batches of one step (is_first_microbatch)."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}

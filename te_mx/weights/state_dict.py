@@ -497,8 +497,7 @@ def _end_of(name: str) -> str:
 
 
 def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
-    """What is wrong with a quantized weight of this shape and format in a state_dict, or an empty
-    string."""
+    """What is wrong with a weight of this shape and format in a state_dict, or an empty string."""
     if codes is None:
         return "a weight_scale needs a weight of codes beside it"
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor):
@@ -550,8 +549,7 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
 
 
 def _whole_problem(whole: Any, shape: tuple[int, ...], name: str, ours: bool) -> str:
-    """What is wrong with the tensor scale of such a weight, or with its absence. ours: te_mx wrote
-    it."""
+    """What is wrong with the tensor scale of a weight, or its absence. ours: te_mx wrote it."""
     fmt = formats.get(name)
     if not fmt.tensor_scaled:
         return "" if whole is None else f"there is a {WHOLE}, and {name} has no tensor scale"

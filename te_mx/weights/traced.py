@@ -92,8 +92,7 @@ class Traced(NamedTuple):
         self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
         offs: Tensor | None = None, act: str | None = None, row: Operand | None = None,
     ) -> Tensor:  # fmt: skip
-        """act(x [..., k] @ w^T + bias) [..., n]; offs: ends of the groups of rows; row: x
-        quantized to `target`."""
+        """act(x [..., k] @ w^T + bias) [..., n]; offs: ends of groups; row: x quantized."""
         module, key, settings, most, any_number = self
         held, n = module._held_tensors(key), module._shape_of(key)[-2]
         words, target = in_words(settings), self.target(x.device)

@@ -119,8 +119,7 @@ def grouped(
 def _dtype(
     weight: Operand, out_dtype: torch.dtype, bias: Tensor | None, unscaled: bool = False
 ) -> torch.dtype:
-    """A dtype that holds the weight, perhaps without its tensor scale, the input and the bias
-    exactly."""
+    """A dtype that holds weight (perhaps without tensor scale), input and bias exactly."""
     exact = weight.unscaled_dtype if unscaled else weight.format.exact_dtype
     narrow = {exact, out_dtype} | (set() if bias is None else {bias.dtype})
     return torch.bfloat16 if narrow == {torch.bfloat16} else torch.float32

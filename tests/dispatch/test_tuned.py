@@ -247,19 +247,18 @@ def test_choices_by_size_are_few(portable, tmp_path):
 
 def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
     """The kernel of a row runs as the row says, where the epilogue and the call allow it."""
-    from te_mx.backends.sm90 import gemm
     from te_mx.backends.sm90 import gemm as sm90
 
     adaptive = next(one for one in all_kernels.kernels("gemm") if one.name == "sm90_adaptive")
     problem = Problem("gemm", Place("cuda", 0), "mxfp8_e4m3@any", "mxfp8_e4m3@any", 4, N, 512)
     tiles = adaptive.configurations(problem)
     assert tiles == ("tile 192x128", "tile 256x128", "tile 128x128", "tile 64x128")
-    cut = adaptive.configurations(problem._replace(gemm=True))
+    cut = adaptive.configurations(problem._replace(split_k=True))
     assert cut == (*tiles, "parts 2", "parts 3", "parts 4")  # 512 are four steps of k
-    assert gemm.way_of("tile 64x128") == (3, True, 1)
+    assert sm90.way_of("tile 64x128") == (3, True, 1)
 
     calls = []
-    monkeypatch.setattr(gemm, "parts", lambda *sizes: 7)
+    monkeypatch.setattr(sm90, "parts", lambda *sizes: 7)
     q = te_mx.quantize(torch.randn(4, K)).operand("rowwise")
     plain, gelu = ops.Epilogue(), ops.Epilogue(gelu="tanh")
 
@@ -272,9 +271,9 @@ def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
         ("tile 128x128", plain, True), ("tile 128x128", gelu, True), ("tile 64x128", gelu, False),
     ):  # fmt: skip
         with as_on_hopper.hopper() as patch:
-            patch.setattr(gemm, "parts", lambda *sizes: 7)
+            patch.setattr(sm90, "parts", lambda *sizes: 7)
             patch.setattr(fake_sm90, "gemm", gemm)
-            one = problem._replace(lhs=q.spec, rhs=q.spec, n=4, k=K, gemm=may_cut)
+            one = problem._replace(lhs=q.spec, rhs=q.spec, n=4, k=K, split_k=may_cut)
             product = sm90.Product(q, q, epilogue, torch.empty(4, 4), None, ops.Mode())
             assert adaptive.configured(how).make_plan(one)(product).name == "sm90_adaptive"
     assert calls == [(7, -1), (1, -1), (4, -1), (1, -1), (1, 2), (1, -1), (1, 3)]

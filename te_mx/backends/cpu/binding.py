@@ -158,8 +158,7 @@ def pack(operand: Operand | Stack, kernel: str, role: str, packed: Tensor, strid
 
 
 def packed_at(packed: Tensor | None, form: tuple[int, ...]) -> int:
-    """Where a packed operand of (kernel, role, rows, k), of several with their number, lies; 0 for
-    that of another one."""
+    """Where a packed operand of (kernel, role, rows, k[, number]) lies; 0 for another one's."""
     if packed is None or packed_for(packed) != form:
         return 0
     return packed.data_ptr() + HEADER_BYTES

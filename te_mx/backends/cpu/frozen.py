@@ -150,8 +150,7 @@ MOST_ROWS["portable_stream"] = 4
 
 
 def stream_for(dtype: torch.dtype) -> str:
-    """The stream kernel of the level in use that multiplies values of a dtype: on bf16 those of
-    bf16, else on fp32."""
+    """The stream kernel of the level in use for a dtype: on bf16 that of bf16, else of fp32."""
     levels = [one for one in PANELS if dtype == torch.bfloat16 or PANELS[one].endswith("_f32")]
     return next(
         name for name in (f"{one}_stream" for one in levels) if binding.kernel_available(name)

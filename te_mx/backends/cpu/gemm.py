@@ -58,8 +58,7 @@ class Products:
         return None if ran is None else Ran(ran, bias_grad)
 
     def filled(self, p: Product) -> tuple[Any, Tensor | None, object]:
-        """The record of a call without a workspace, the bias gradient that it fills, and what must
-        live as long."""
+        """The record of a call without a workspace, its bias gradient, what must live as long."""
         lhs, rhs, epilogue, out, aux, _ = p
         kind = epilogue.bias_grad
         args = self.record.copy(

@@ -96,8 +96,7 @@ def _narrow_matmul(lhs: Operand, rhs: Operand) -> Tensor:
 
 
 def relative_matmul(lhs: Operand, rhs: Operand) -> Tensor:
-    """lhs @ rhs^T in fp32 on values relative to the largest scale of their row, for devices without
-    fast fp64."""
+    """lhs @ rhs^T in fp32, relative to each row's largest scale, for devices without fast fp64."""
     lhs_values, lhs_exponent = _relative(lhs)
     rhs_values, rhs_exponent = _relative(rhs)
     value = mm_without_tf32(lhs_values, rhs_values.t())
@@ -127,8 +126,7 @@ def _factored_matmul(lhs: Operand, rhs: Operand) -> Tensor:
 
 
 def _codes_and_factors(operand: Operand) -> tuple[Tensor, Tensor]:
-    """What the codes stand for without scales, fp32 [rows, k], and the scales of every row, fp64
-    [rows, blocks]."""
+    """The values of codes without scales, fp32 [rows, k], and the scales, fp64 [rows, blocks]."""
     fmt, layout = spec_of(operand.spec)
     codes, scales = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
     scales = scales.double().repeat_interleave(fmt.scaling.block[0], 0)[: operand.rows]
@@ -141,8 +139,7 @@ def _values(operand: Operand) -> Tensor:
 
 
 def _unscaled(operand: Operand) -> Tensor:
-    """The same without the tensor scale, contiguous whatever the layout, so that every layout runs
-    the same torch.mm."""
+    """The same without the tensor scale, contiguous: every layout runs the same torch.mm."""
     return operand.unscaled(_wide(operand)).contiguous()
 
 

@@ -323,8 +323,7 @@ class QuantizeWeightsReference(Reference):
 
 
 class ColumnsOfWeightsReference(Reference):
-    """The codes of every weight where blocks are square, else what they decode to, quantized along
-    the columns."""
+    """The codes of each weight where blocks are square, else its values quantized by columns."""
 
     op = "columns_of_weights"
 

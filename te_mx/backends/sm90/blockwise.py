@@ -91,8 +91,7 @@ class BlockwiseDequantize(HopperDequantize):
 
 
 class BlockwiseConvert(Kernel):
-    """Plain and aligned operands to the layout of the GEMM: their codes as they are, their scales
-    reordered."""
+    """Plain and aligned operands in the layout of the GEMM: the same codes, scales in its order."""
 
     op, name = "convert", NAME
 

@@ -40,8 +40,7 @@ def parts(index: int, n: int, m: int, k: int) -> int:
 
 @lru_cache(maxsize=4096)
 def product_us(n: int, m: int, k: int, sms: int, parts: int) -> float:
-    """Microseconds of the adaptive GEMM of packed operands with k in `parts`, by the model; 0
-    without native code."""
+    """Microseconds of the adaptive GEMM with k in `parts`, by the model; 0 without native code."""
     native = cpu.native()
     return 0.0 if native is None else float(native.sm90_product_us(n, m, k, sms, parts))
 

@@ -528,8 +528,7 @@ register(HopperQuantizeWeightsApart())
 
 
 # ------------------------------------------------------------------------------- grouped blockwise
-# Grouped problems of blockwise FP8 on Hopper: the launches of grouped.py, with fp32 scales or
-# aligned columns.
+# The same of blockwise FP8, with fp32 scales or aligned columns.
 ROWS, COLUMNS = SM90_FACTOR_ROWS.name, SM90_FACTOR_K.name
 ALIGNED_COLUMNS = "sm90_k"  # up to the colon
 
@@ -627,7 +626,7 @@ for _kernel in (
 
 
 # ----------------------------------------------------------------------------------- grouped fused
-# Activations of groups on Hopper: tiles go to the quantizer of groups without being written.
+# Activations of groups: tiles go to the quantizer of groups without being written.
 _QUANTIZERS = HopperQuantizeGroups(), BlockwiseQuantizeGroups()
 
 

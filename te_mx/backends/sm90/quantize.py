@@ -81,8 +81,7 @@ class Rows(Quantizer):
     __slots__ = ()
 
     def rows(self, x: Tensor, into: tuple[Tensor, Tensor] | None = None) -> Operand | None:
-        """In new memory or in that of `into`, of any shape and dtype; None for what native code
-        does not take."""
+        """In new memory or in that of `into`; None for what native code does not take."""
         if not x.is_contiguous():
             return None
         if into is None:
@@ -160,8 +159,7 @@ def why_not_randomly(problem: Problem, plain: Kernel) -> str | None:
 
 
 def _plain_and_packed(problem: Problem) -> bool:
-    """Whether plain rows and packed columns of one format are asked for, as of inputs at precision
-    "invariant"."""
+    """Whether plain rows and packed columns of one format are asked for, as under "invariant"."""
     if not (problem.lhs and problem.rhs):
         return False
     (row, rows), (col, columns) = map(spec_of, (problem.lhs, problem.rhs))

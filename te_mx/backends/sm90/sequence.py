@@ -68,8 +68,7 @@ class Room:
 
 
 class Source(NamedTuple):
-    """A matrix that is read: where it lies, and how far apart its rows are, an argument unless they
-    are compact."""
+    """A matrix that is read: its address and, unless it is compact, the distance of its rows."""
 
     at: Place
     rows: int
@@ -114,8 +113,7 @@ class Steps:
         return self.native.sequence(self._steps, -1 if index is None else index, len(self._numbers))
 
     def add(self, call: str, *records: tuple[str, Fields]) -> None:
-        """A call of records, each the name of its type and its fields; places among these differ
-        from run to run."""
+        """A call of records, each a type and its fields; places among these differ by run."""
         made, arguments = [], []
         for i, (kind, fields) in enumerate(records):
             fixed = {name: v for name, v in fields.items() if not isinstance(v, Place)}

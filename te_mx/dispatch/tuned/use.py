@@ -43,8 +43,7 @@ def use_tuned_table(path: str | os.PathLike[str] | None) -> int:
 
 
 def tables_of(place: Place) -> list[tuple[Path, int, int]]:
-    """(file, rows, how many of them are of this device) of the tables that a place is looked up
-    in."""
+    """(file, rows, how many are of this device) of the tables that a place is looked up in."""
     name = tables.device_name(place)
     return [
         (path, len(rows), sum(row.key.device == name for row in rows))

@@ -1,6 +1,6 @@
 """Checkpoints of others, one file a schema: what its quantization_config says of the tensors
 (`plan`), and what it looks like where te_mx writes it (`STYLES`). `tensors.py` puts them into
-modules; torchao's tensor subclass is in `torchao.py`."""
+modules."""
 
 from __future__ import annotations
 

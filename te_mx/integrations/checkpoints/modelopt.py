@@ -18,8 +18,7 @@ _KNOWN = {
 
 
 def plan(fields: dict[str, Any]) -> Plan | str:
-    """The plan of such a quantization_config, or of a hf_quant_config.json, or why te_mx has
-    none."""
+    """The plan of a quantization_config, or of a hf_quant_config.json, or why there is none."""
     inner = fields.get("quantization", fields)
     kept = tuple(inner.get("ignore") or inner.get("exclude_modules") or ())
     if str(inner.get("quant_algo")).upper() != "MIXED_PRECISION":

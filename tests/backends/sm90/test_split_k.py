@@ -17,7 +17,8 @@ from te_mx.autograd import linear_recipe
 from te_mx.autograd.linear_recipe import KeptWeight
 from te_mx.backends import device_names
 from te_mx.backends.reference.quantize import quantize
-from te_mx.backends.sm90 import binding, gemm
+from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90 import gemm as sm90
 from te_mx.dispatch import registry
 from te_mx.recipe import MXFP8BlockScaling
 
@@ -36,27 +37,27 @@ SIZES = st.integers(1, 20000)
 
 @pytest.mark.parametrize("sizes", WORTH, ids=str)
 def test_few_tiles_and_a_long_k_are_cut(sizes):
-    count = gemm.best(*sizes, SMS)
+    count = sm90.best(*sizes, SMS)
     assert 1 < count <= native.SM90_MOST_PARTS
     assert native.sm90_split_us(*sizes, SMS, count) <= native.sm90_split_us(*sizes, SMS, 2)
 
 
 @pytest.mark.parametrize("sizes", NOT_WORTH, ids=str)
 def test_what_fills_the_chip_or_is_short_is_not(sizes):
-    assert gemm.best(*sizes, SMS) == 1
+    assert sm90.best(*sizes, SMS) == 1
 
 
 @given(SIZES, SIZES, st.integers(1, 200000), st.sampled_from([1, 78, 114, 132]))
 def test_every_part_has_some_of_k(n, m, k, sms):
-    count = gemm.best(n, m, k, sms)
+    count = sm90.best(n, m, k, sms)
     assert 1 <= count <= min(native.SM90_MOST_PARTS, -(-k // native.SM90_STEP_K))
-    gemm.best.cache_clear()
-    assert gemm.best(n, m, k, sms) == count
+    sm90.best.cache_clear()
+    assert sm90.best(n, m, k, sms) == count
 
 
 @given(st.integers(1, 64), st.integers(100, 60000))
 def test_a_gpu_that_one_tile_fills_cuts_nothing(n, k):
-    assert gemm.best(n, 128, k, 1) == 1
+    assert sm90.best(n, 128, k, 1) == 1
 
 
 def test_native_code_describes_its_tiles():
@@ -116,9 +117,9 @@ def test_native_code_is_told_the_parts(told, packed, guarded):
     lhs, rhs = sides(m, n, k)
     if packed:
         lhs, rhs = (ops.convert_2d(operand, "mxfp8_e4m3@sm90:8") for operand in (lhs, rhs))
-    parts = gemm.best(m, n, k, SMS)
+    parts = sm90.best(m, n, k, SMS)
     assert parts > 1
-    for mode, want in ((Mode(), 1), (Mode(gemm=True), parts)):
+    for mode, want in ((Mode(), 1), (Mode(split_k=True), parts)):
         ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode)
         assert told.pop() == want and not told
 
@@ -126,14 +127,14 @@ def test_native_code_is_told_the_parts(told, packed, guarded):
 def test_explain_says_how_many(monkeypatch):
     monkeypatch.setattr(binding, "_problems", {0: None})
     registry.forget()
-    monkeypatch.setattr(gemm, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(sm90, "multiprocessors", lambda index: SMS)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(device_names, "_full_name", lambda index: "a GPU without tables")
     sizes = {"m": 512, "n": 512, "k": 16384, "device": "cuda:0"}
     said = te_mx.explain(**sizes)
     assert said.kernel == "sm90_adaptive" and said.parts == 8
     assert "k is cut into 8 parts" in str(said)
-    for whole in (te_mx.explain(**sizes, gemm=False), te_mx.explain(**sizes, precision="exact"),
+    for whole in (te_mx.explain(**sizes, split_k=False), te_mx.explain(**sizes, precision="exact"),
                   te_mx.explain(**{**sizes, "n": 8192, "m": 8192})):  # fmt: skip
         assert whole.parts == 1 and "parts" not in str(whole)
     assert te_mx.explain(m=512, n=512, k=16384).parts == 1
@@ -143,12 +144,12 @@ def test_explain_says_how_many(monkeypatch):
 def test_gemm_takes_a_bool_and_changes_nothing_on_a_cpu():
     a, b = (te_mx.quantize(strategies.tensor("outliers", r, 4096, r, torch.float32))
             for r in (8, 24))  # fmt: skip
-    outs = [te_mx.gemm(a, b, gemm=split, out_dtype=torch.float32).out for split in (True, False)]
+    outs = [te_mx.gemm(a, b, split_k=split, out_dtype=torch.float32).out for split in (True, False)]
     assert torch.equal(*outs)
     assert torch.equal(te_mx.gemm(a, b, out_dtype=torch.float32).out, outs[0])
     for wrong in (None, 4):
         with pytest.raises(TypeError, match=f"split_k must be a bool, got {wrong}"):
-            te_mx.gemm(a, b, gemm=wrong)
+            te_mx.gemm(a, b, split_k=wrong)
 
 
 def test_modes_of_functions_and_recipes(by_steps, monkeypatch):
@@ -163,10 +164,10 @@ def test_modes_of_functions_and_recipes(by_steps, monkeypatch):
         monkeypatch.setattr(module, "gemm_2d", record)
     a = te_mx.quantize(torch.randn(8, 64))
     te_mx.gemm(a, a)
-    te_mx.gemm(a, a, gemm=False)
+    te_mx.gemm(a, a, split_k=False)
     assert [mode.split_k for mode in modes] == [True, False]
     layer, x = te_mx.Linear(64, 40), torch.randn(5, 64, requires_grad=True)
-    for recipe in (MXFP8BlockScaling(), MXFP8BlockScaling(gemm=True)):
+    for recipe in (MXFP8BlockScaling(), MXFP8BlockScaling(split_k=True)):
         modes.clear()
         with te_mx.autocast(recipe=recipe):
             layer(x).sum().backward()
@@ -175,14 +176,14 @@ def test_modes_of_functions_and_recipes(by_steps, monkeypatch):
 
 def test_the_recipe_field():
     assert not MXFP8BlockScaling().split_k and not MXFP8BlockScaling().settings.split_k
-    cut = MXFP8BlockScaling(gemm=True)
+    cut = MXFP8BlockScaling(split_k=True)
     assert cut.settings.split_k and "split_k=True" in repr(cut)
     with pytest.raises(TypeError, match="split_k must be a bool, got 1"):
-        MXFP8BlockScaling(gemm=1)
+        MXFP8BlockScaling(split_k=1)
 
 
 def test_a_weight_packed_for_one_serves_the_other(told):
-    plain, cut = MXFP8BlockScaling().settings, MXFP8BlockScaling(gemm=True).settings
+    plain, cut = MXFP8BlockScaling().settings, MXFP8BlockScaling(split_k=True).settings
     exact = MXFP8BlockScaling(precision="exact").settings
     codes, words = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(1, 2, 132, dtype=torch.int32)
     operand = ops.Operand(codes, words, "mxfp8_e4m3@sm90:8", 4, 32)

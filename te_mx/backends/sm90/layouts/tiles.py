@@ -251,8 +251,7 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
 
 
 def words_of(rows: Tensor, cls: Tensor, tile_e: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """int32 of a shape [S, T', 132]: the words of rows int64 [T, 128, S], classes and exponents
-    [T, S]."""
+    """int32 [S, T', 132]: the words of rows int64 [T, 128, S], classes and exponents [T, S]."""
     tiles = len(rows)
     words = torch.zeros(shape, dtype=torch.int64, device=rows.device)
     words[:, :, :TILE] = EMPTY_EXPONENT << 23
