@@ -80,6 +80,16 @@ def are_direct(x: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
+def facts_of(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What says whether and how tensors are read, but who watches: the same of tensors alike."""
+    return tuple([
+        None if t is None else (
+            type(t), t.shape, t.dtype, t.device, t.layout, t.requires_grad, t.is_leaf, t.is_neg()
+        )
+        for t in tensors
+    ])  # fmt: skip
+
+
 # Function modes do not count: torch.set_default_device and `with torch.device(..)` set one, under
 # which no product may have other bits.
 is_unwatched = partial(is_direct, modes=False)

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from te_mx._ops import Epilogue, Operand, Quantized, gemm_2d, quantized
 from te_mx._ops.fused import act_quantize_2d
-from te_mx._ops.library import is_direct
+from te_mx._ops.library import are_direct, facts_of, is_watched
 from te_mx._ops.linear import layer_kernel
 from te_mx.autograd import input_cache, linear_recipe, norm, sequence_parallel, weight_parts
 from te_mx.autograd.grad_target import WeightGradient
@@ -403,48 +403,40 @@ def _formats(device: torch.device, settings: Settings) -> Formats:
 
 def _product(
     w: Tensor, b: Tensor | None, kept: KeptWeight | None, settings: Settings, through: bool
-) -> tuple[Any, ...]:
-    """The fields of a Product behind its sizes. through: whether dgrad reads the weight."""
+) -> Product:
+    """What the plan is told. through: whether dgrad reads the weight."""
     columns = through and (kept is not None or linear_recipe.columns_now(w, settings, through))
-    need_db = b is not None and b.requires_grad
-    given = kept is not None
-    return w.dtype, None if b is None else b.dtype, given, columns, w.requires_grad, need_db
+    need_db, dtype = b is not None and b.requires_grad, None if b is None else b.dtype
+    n, k = w.shape
+    return Product(n, k, w.dtype, dtype, kept is not None, columns, w.requires_grad, need_db)
 
 
-def _plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan | None:
-    """The plan of a call; None where its steps run one by one. Gradients are enabled."""
-    norm_weight, norm_bias, w1, b1, w2, b2 = p
+def _plan(
+    x: Tensor, p: Parameters, weights: Weights, call: Call, facts: tuple[Any, ...] | None = None
+) -> LayerPlan | None:
+    """The plan of a call, found at once where it ran one like it; None where its steps run one by
+    one. Gradients are enabled. facts: of x and the parameters, where these are known."""
     step, act, settings, return_z, _, tokens, _ = call
-    device = x.device
-    if tokens is not None or w1 is None or torch.compiler.is_compiling():
+    w1, w2, (kept1, kept2) = p.w1, p.w2, weights.kept
+    if tokens is not None or w1 is None or torch.compiler.is_compiling() or is_watched():
         return None
-    if layer_kernel(device, settings) is None or not is_direct(x, *p):
-        return None
-    for tensor in p:
-        if tensor is not None and tensor.device != device:
-            return None
-    need_dz = x.requires_grad
-    for tensor in (norm_weight, norm_bias):
-        need_dz = need_dz or (tensor is not None and tensor.requires_grad)
-    if not (need_dz or w1.requires_grad):
-        return None
-    first = _product(w1, b1, weights.kept[0], settings, need_dz)
-    second = None if w2 is None else _product(w2, b2, weights.kept[1], settings, True)
+    # Of weights that are computed of parameters.
+    computed = () if w1.is_leaf and (w2 is None or w2.is_leaf) else [
+        w is not None and linear_recipe.columns_now(w, settings, True) for w in (w1, w2)
+    ]  # fmt: skip
     # By the identity of the settings, which lives as long as the entry: a hash costs more.
-    of_norm = [None if one is None else one.dtype for one in (norm_weight, norm_bias)]
     key = (
-        "layer", x.shape, x.dtype, device, step, *of_norm, act, return_z, need_dz,
-        w1.shape, first, None if w2 is None else w2.shape, second, id(settings),
+        "layer", facts or facts_of(x, *p), step, act, return_z, kept1 is None, kept2 is None,
+        id(settings), *computed,
     )  # fmt: skip
     found = _known.get(key)
     if found is None:
-        found = derive(key, (_make_plan(x, p, call, need_dz, first, second), settings))
+        found = derive(key, (_make_plan(x, p, weights, call), settings))
     plan: LayerPlan | None = found[0]
-    if plan is None:
-        return None
-    for kept, columns in zip(weights.kept, (need_dz, True), strict=True):
-        if kept is not None and not _serves(kept, plan, columns, device):
-            return None
+    if plan is not None and not (kept1 is kept2 is None):
+        for kept, columns in zip(weights.kept, (plan.problem.need_dx, True), strict=True):
+            if kept is not None and not _serves(kept, plan, columns, x.device):
+                return None
     return plan
 
 
@@ -458,24 +450,24 @@ def _serves(kept: KeptWeight, plan: LayerPlan, columns: bool, device: torch.devi
     )
 
 
-def _make_plan(
-    x: Tensor, p: Parameters, call: Call, need_dz: bool, first: Any, second: Any
-) -> LayerPlan | None:
-    settings, step = call.settings, call.step
-    w1, w2, size = p.w1, p.w2, x.numel()
+def _make_plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan | None:
+    settings, step, device = call.settings, call.step, x.device
+    w1, w2, size, kernel = p.w1, p.w2, x.numel(), layer_kernel(device, settings)
     sizes = [t.numel() for t in (x, w1, w2) if t is not None]
     unlike = step.norm is not None and p.norm_weight is None
     if 0 in sizes or unlike or not linear_recipe.by_steps(settings) or settings.one_copy:
         return None
+    need_dz = needs_gradient(x, p.norm_weight, p.norm_bias)
     assert w1 is not None
+    if kernel is None or not (need_dz or w1.requires_grad) or not are_direct(x, *p):
+        return None
+    first = _product(w1, p.b1, weights.kept[0], settings, need_dz)
     problem = LayerProblem(
-        size // w1.shape[1], x.dtype, step.dtype, step.norm, step.kernel_dtype(*p[:2]),
-        p.norm_bias is not None, call.act,
-        Product(*w1.shape, *first), None if w2 is None else Product(*w2.shape, *second), need_dz,
-        call.return_z, _formats(x.device, settings), x.device,
+        size // first.k, x.dtype, step.dtype, step.norm, step.kernel_dtype(*p[:2]),
+        p.norm_bias is not None, call.act, first,
+        None if w2 is None else _product(w2, p.b2, weights.kept[1], settings, True), need_dz,
+        call.return_z, _formats(device, settings), device,
     )  # fmt: skip
-    kernel = layer_kernel(x.device, settings)
-    assert kernel is not None
     return kernel.make_plan(problem)  # kept with the key of the call
 
 
@@ -529,10 +521,7 @@ def _backward_in_one_call(
     plan: LayerPlan = ctx.plan
     call, device, p = ctx.call, g.device, plan.problem
     x, scale, *kept = saved
-    direct = is_direct(g, *saved)
-    for tensor in saved:
-        if tensor is not None and tensor.device != device:
-            direct = False
+    direct = are_direct(g, *saved)
     columns, others, *weights = plan.as_saved(kept)
     made = None
     if direct:
@@ -640,16 +629,20 @@ def linear_in_one_call(
 
 
 def run_layer(
-    x: Tensor, parameters: Parameters, weights: Weights, call: Call
-) -> tuple[Tensor, Tensor | None]:
-    """(y [..., N] or [..., H], z [..., K] or None) of x [..., K] in MXFP8, differentiable."""
-    if needs_gradient(x, *parameters):
-        plan = _plan(x, parameters, weights, call)
-        if plan is None:
+    x: Tensor, parameters: Parameters, weights: Weights, call: Call,
+    facts: tuple[Any, ...] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(y [..., N] or [..., H], z [..., K] or None) of x [..., K] in MXFP8, differentiable. facts:
+    of x and the parameters, where these are known."""
+    made = None
+    if torch.is_grad_enabled():
+        plan = _plan(x, parameters, weights, call, facts)
+        if plan is not None:
+            made = OneCallLayer.apply(x, *parameters, weights, call, plan)
+        elif needs_gradient(x, *parameters):
             of_norm, (w1, b1, *second) = parameters[:2], parameters[2:]
             made = LayerFunction.apply(x, *of_norm, *second, weights, call, w1, b1)
-        else:
-            made = OneCallLayer.apply(x, *parameters, weights, call, plan)
+    if made is not None:
         return made[0], made[1] if call.return_z else None
     norm_weight, norm_bias, w1, b1, w2, b2 = parameters
     settings, step = call.settings, call.step

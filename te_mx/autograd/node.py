@@ -251,10 +251,10 @@ def differentiable(owner: str, run: Callable[..., Any], tensors: Sequence[Tensor
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether a backward pass will want the gradient of one of these."""
-    needed = False
     for tensor in tensors if torch.is_grad_enabled() else ():
-        needed = needed or (tensor is not None and tensor.requires_grad)
-    return needed
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 # Until 2.13 the Python object of a node did not keep the node alive, which pipelines rely on that

@@ -170,7 +170,7 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         activation, and a te_mx.Linear.
         """
         one, two = settings.each
-        p, bias = self._read(inp)
+        p, bias, _ = self._read(inp)
         source, queue, tags = self._source, self._queue_of_call(), self._tags()
         if one is None:
             z: Any = self._plain_norm(inp)

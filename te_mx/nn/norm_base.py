@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx._ops.fused import act_quantize_2d
+from te_mx._ops.library import facts_of
 from te_mx.autograd.activation import activation
 from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
@@ -24,6 +25,7 @@ from te_mx.autograd.norm import NormStep, normalized
 from te_mx.autograd.saved import flatten
 from te_mx.context.region import backward_pass_id, is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS, Activation, ActStep, Norm, Target
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Gate
 from te_mx.nn import activations
 from te_mx.nn.arguments import Options
@@ -36,6 +38,7 @@ from te_mx.weights.decode import Ready
 from te_mx.weights.source import Prepared
 from te_mx.weights.traced import Traced
 
+_known = derived()
 NARROW = torch.bfloat16, torch.float16
 
 
@@ -222,7 +225,7 @@ class NormModule(MXModule, nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """y, the last bias, and z at least if it is wanted."""
         source, keys = self._source, self._weight_keys
-        p, bias = self._read(inp)
+        p, bias, facts = self._read(inp)
         tags = self._tags()
         need = needs_gradient(inp, p.norm_weight, p.norm_bias)
         needs, added = {keys[0]: need}, p.b1
@@ -244,7 +247,7 @@ class NormModule(MXModule, nn.Module):
                 sinks[i] = source.grad_target(self, parts, first, queue)
         weights = Weights((one.kept, two.kept), tuple(sinks))
         call = Call(self._step(inp), self._act, one.settings, want_z, tags, self._tokens)
-        out, z = run_layer(inp, p, weights, call)
+        out, z = run_layer(inp, p, weights, call, facts)
         return out, bias, z
 
     def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
@@ -280,22 +283,28 @@ class NormModule(MXModule, nn.Module):
         """Weight and bias of every linear layer, whole, and the shapes that the weights have."""
         raise NotImplementedError
 
-    def _read(self, inp: Tensor) -> tuple[Any, Tensor | None]:
-        """The Parameters that a quantized forward of inp reads, checked, and the last bias, which
-        may not be added. One look where everything is as usual, all checks where it is not."""
+    def _read(self, inp: Tensor) -> tuple[Any, Tensor | None, tuple[Any, ...] | None]:
+        """The Parameters that a quantized forward of inp reads, checked, the last bias, which may
+        not be added, and the facts of inp and of them. One look where such were usual before."""
         size, norms = self._size, self._held("layer_norm_weight", "layer_norm_bias")
         layers, shapes = self._linears()
-        bias = layers[-1]
+        bias, facts = layers[-1], None
         if self.return_bias:
             layers[-1] = None
-        wanted: list[Any] = [None if self.normalization is None else (size,)]
-        wanted.append(None if norms[1] is None else (size,))
-        for i, shape in enumerate(shapes):
-            wanted += shape, None if layers[2 * i + 1] is None else shape[:1]
         read = Parameters(*norms, *layers)
-        if not self._are_usual(inp, size, tuple(zip(read, wanted, strict=False))):
-            self._check_all(inp, read, wanted)
-        return read, bias
+        if type(inp) is Tensor and not (is_tracing() or inp.is_nested):
+            facts = facts_of(inp, *read)
+        key = "usual", facts, size, self.normalization is None, shapes
+        if facts is None or key not in _known:
+            wanted: list[Any] = [None if self.normalization is None else (size,)]
+            wanted.append(None if norms[1] is None else (size,))
+            for i, shape in enumerate(shapes):
+                wanted += shape, None if layers[2 * i + 1] is None else shape[:1]
+            if self._are_usual(inp, size, tuple(zip(read, wanted, strict=False))):
+                derive(key, True)
+            else:
+                self._check_all(inp, read, wanted)
+        return read, bias, facts
 
     def _check_all(self, inp: Tensor, read: Parameters, shapes: list[Any]) -> None:
         self._check_shape(inp, self._size_name, self._size)
