@@ -1,5 +1,5 @@
-"""NVFP4 weights that stand still as the tensor cores of Hopper take them, in plain torch: the bytes
-of csrc/include/te_mx/sm90_nvfp4.h."""
+"""NVFP4 on Hopper, in plain torch: weights that stand still as its tensor cores take them, the
+bytes of csrc/include/te_mx/sm90_nvfp4.h; and what is multiplied at once, as what it stands for."""
 
 from __future__ import annotations
 
@@ -69,4 +69,27 @@ class SM90Nvfp4(Layout):
         return fmt.pack(c), s.contiguous()
 
 
-SM90_NVFP4 = SM90Nvfp4()
+class SM90Values(Layout):
+    """Codes times block scales, which bf16 holds exactly: bf16 [rows, k] as bytes. Of what is
+    multiplied by cuBLAS as soon as it was quantized."""
+
+    name, exact = "sm90_bf16", False
+    refused = "formats without a tensor scale"
+
+    def takes(self, fmt: Format) -> bool:
+        return fmt.tensor_scaled
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        return (rows, 2 * k), (0,)
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        made = fmt.dequantize(codes, scales, k, torch.bfloat16)
+        return made.view(torch.uint8), scales.new_empty(0)
+
+    def values(
+        self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
+    ) -> Tensor:
+        return codes.view(torch.bfloat16).to(dtype)
+
+
+SM90_NVFP4, SM90_VALUES = SM90Nvfp4(), SM90Values()
