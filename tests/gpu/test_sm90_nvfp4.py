@@ -17,6 +17,7 @@ from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize, quantize
 from te_mx.layouts.operand import Operand, stacked
+from te_mx.layouts.plain import COLS
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.weights import decode
 
@@ -135,9 +136,11 @@ def test_values(shape, fmt):
     row.scales[1, 0] |= 0x80
     row.scales[0, 1] = 0x7F
     scales = row.scales & 0x7F
-    each = [row, row._replace(tensor_scale=None)]
+    turned = zip(("codes", "scales"), COLS.pack(row.format, *row[:2], row.k), strict=True)
+    turned = row._replace(spec=f"{fmt}@cols", **dict(turned))
+    each = [row, row._replace(tensor_scale=None), turned]
     if fmt != "nvfp4_rows":
-        each += [Rest().rest(one._replace(scales=scales)) for one in each]
+        each += [Rest().rest(one._replace(scales=scales)) for one in each[:2]]
     for held in each:
         for dtype in (BF16, F16, F32):
             scales_of = scales if held.layout is SM90_NVFP4 else row.scales
@@ -177,6 +180,7 @@ def test_a_frozen_layer_at_any_number_of_rows(monkeypatch):
 
 
 TURNED = "nvfp4+rht16:0xd7e8d7e8"
+BY_ROWS = ("rows", "rows"), ("rows", "cols")
 DIRECTIONS = [  # rows, columns, what is drawn
     ("nvfp4", TURNED, None),
     ("nvfp4", TURNED, 5),
@@ -215,15 +219,16 @@ def test_quantized_to_the_bytes_of_the_specification(shape, dtype, directions):
     tiny, rule = torch.full_like(x, 2.0**-24), "te" if drawn is None else "te+sr"
     seed = None if drawn is None else torch.tensor([drawn], device="cuda")
     for case in (x, torch.zeros_like(x), tiny, bad, beside):
-        for layout in ("rows", SM90_VALUES.name):
-            specs = (f"{one}@{layout}" if one else "" for one in (row, col))
+        for layouts in (*BY_ROWS, [layout.name for layout in SM90_VALUES]):
+            names = zip((row, col), layouts, strict=True)
+            specs = (f"{one}@{layout}" if one else "" for one, layout in names)
             what = Quantize(case, *specs, rule, seed=seed, first=(1 << 32) - 20)
             wanted = reference.quantize(what)
             for made, one in zip(quantize(what)[:2], wanted[:2], strict=True):
                 assert (made is None) == (one is None)
                 if made is not None:
                     parts = zip(made[:2], one[:2], strict=True)
-                    if layout != "rows":  # of which a NaN may be any
+                    if layouts not in BY_ROWS:  # of which a NaN may be any
                         parts = [
                             (m.view(BF16).nan_to_num(7), w.view(BF16).nan_to_num(7))
                             for m, w in [(made.codes, one.codes)]

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
+from te_mx.backends.sm90.layouts import SM90_VALUES
 from te_mx.formats.hadamard import Hadamard
 from te_mx.formats.stochastic import random_bits
+from te_mx.layouts.plain import COLS, ROWS
 
 
 class _Record:
@@ -17,6 +19,7 @@ class _Record:
     def __init__(self, **fields):
         self.row_codes = self.row_scales = self.col_codes = self.col_scales = self.seed = 0
         self.scale = self.first = 0
+        self.row_k_first = self.col_k_first = False
         self.scale_rows = self.square = self.row_transforms = self.col_transforms = False
         self.__dict__.update(fields)
 
@@ -63,10 +66,12 @@ def nvfp4_quantize(args) -> int:
         fmt = _format(args, side)
         codes, scales, whole = fmt.quantize(of_side, rule, bits)
         if scales_at := getattr(args, f"{side}_scales"):
+            if getattr(args, f"{side}_k_first"):
+                codes, scales = COLS.pack(fmt, codes, scales, of_side.shape[1])
             at(scales_at, tuple(scales.shape)).copy_(scales)
         else:
-            k = of_side.shape[1]
-            codes = fmt.dequantize(codes, scales, k, torch.bfloat16).view(torch.uint8)
+            values = SM90_VALUES[side == "col"]
+            codes, _ = values.pack(fmt, codes, scales, of_side.shape[1])
         at(place, tuple(codes.shape)).copy_(codes)
         at(getattr(args, f"{side}_scale"), tuple(whole.shape), torch.float32).copy_(whole)
     return 0
@@ -76,12 +81,13 @@ def nvfp4_from_rows(args) -> int:
     from fake_sm90 import _DTYPES, at
 
     fmt = formats.get("nvfp4_16x16" if args.square else "nvfp4")
-    codes = at(args.w, fmt.codes_shape(args.n, args.k))
-    scales = at(args.w_scales, fmt.scales_shape(args.n, args.k))
-    made = fmt.dequantize(codes, scales, args.k, torch.float32)
+    layout = COLS if args.k_first else ROWS
+    codes, scales = layout.shapes(fmt, args.n, args.k)
+    made = layout.values(fmt, at(args.w, codes), at(args.w_scales, scales), args.k, torch.float32)
     if args.scale:
         made *= at(args.scale, (args.n, 1) if args.scale_rows else (), torch.float32)
-    at(args.out, (args.n, args.k), _DTYPES[args.out_dtype]).copy_(made)
+    made = made.t() if args.k_first else made
+    at(args.out, tuple(made.shape), _DTYPES[args.out_dtype]).copy_(made)
     return 0
 
 

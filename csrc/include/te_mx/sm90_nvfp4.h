@@ -50,6 +50,7 @@ struct Nvfp4Args {
   const float* scale = nullptr;  // of the tensor, of every matrix; of values: null is 1
   bool scale_rows = false;       // or of each of its rows
   bool square = false;           // of plain codes: blocks are 16 x 16
+  bool k_first = false;          // likewise: they lie [k, n], one a byte, and so do scales and out
   const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;  // or fp16
@@ -73,11 +74,12 @@ Status nvfp4_to_values(const Nvfp4Args& args);
 // One direction of a quantizer, [rows, k]; not wanted without codes.
 struct Nvfp4Side {
   uint8_t* codes = nullptr;   // [rows, ceil(k / 2)]
-  uint8_t* scales = nullptr;  // [rows, ceil(k / 16)]; null: codes are bf16 [rows, k], what codes
-                              // times block scales are, exactly
-  float* scale = nullptr;     // of the tensor
-  bool scale_rows = false;    // or of each row
-  bool transforms = false;    // whole chunks of 16, with bit k mod 32 of the signs
+  uint8_t* scales = nullptr;  // [rows, ceil(k / 16)]; null: in place of codes what they are times
+                              // block scales, exactly, in bf16, as x lies
+  bool k_first = false;     // of columns: codes [k, rows], one a byte, scales [ceil(k / 16), rows]
+  float* scale = nullptr;   // of the tensor
+  bool scale_rows = false;  // or of each row
+  bool transforms = false;  // whole chunks of 16, with bit k mod 32 of the signs
   int64_t signs = 0;
 };
 
@@ -111,8 +113,8 @@ struct Nvfp4FinishArgs {
 };
 Status nvfp4_finish(const Nvfp4FinishArgs& args);
 
-// What plain codes stand for: out [n, k], compact, is codes * block scales, times `scale` in fp32
-// where that is not null, rounded. Without x and groups; any dtype.
+// What plain codes stand for: out [n, k] (or [k, n]), compact, is codes * block scales, times
+// `scale` in fp32 where that is not null, rounded. Without x and groups; any dtype.
 Status nvfp4_from_rows(const Nvfp4Args& args);
 
 }  // namespace te_mx::sm90

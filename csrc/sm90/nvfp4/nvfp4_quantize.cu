@@ -5,7 +5,7 @@
 // One kernel, launched twice: for the largest magnitudes, then for the codes. A CTA has 128 rows x
 // 64 columns, each of its warps 16 rows, so that blocks of both directions are a warp's own: it
 // reads rows, a lane 16 adjacent elements of two of them, and columns, a lane two of them, from
-// shared memory. Columns of all warps leave together, for whole sectors.
+// shared memory. Codes of columns of all warps leave together, for whole sectors.
 #include "common/formats.h"
 #include "common/launch.h"
 #include "common/numbers.cuh"
@@ -223,11 +223,6 @@ __device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, 
     if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
 }
 
-// Bytes of a row of k codes, or of their values.
-__device__ __forceinline__ int64_t row_bytes(const Nvfp4Side& to, int64_t k) {
-  return to.scales == nullptr ? 2 * k : (k + 1) / 2;
-}
-
 __global__ void __launch_bounds__(kThreads, 3)
     nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
   extern __shared__ __align__(16) uint8_t room[];
@@ -335,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         } else {
           make<false>(out, v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
         }
-        uint8_t* const to = row_to.codes + row * row_bytes(row_to, cols);
+        uint8_t* const to = row_to.codes + row * (values ? 2 * cols : (cols + 1) / 2);
         if (values) {
           put<8>(to + 2 * col, out, 2 * count[b], q.row_words);
         } else {
@@ -390,6 +385,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       const bool values = col_to.scales == nullptr;
       uint32_t out[2][8];
+      uint8_t byte[2];
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t mine = min(first + b, cols - 1);
@@ -404,52 +400,77 @@ __global__ void __launch_bounds__(kThreads, 3)
         } else {
           make<false>(out[b], v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
         }
-        s.scales[(2 * two + b) * kWarps + warp] = static_cast<uint8_t>(block.byte);
+        byte[b] = static_cast<uint8_t>(block.byte);
+        s.scales[(2 * two + b) * kWarps + warp] = byte[b];
         if (row0 == 0 && first + b < cols && (col_to.scale_rows || first + b == 0))
           col_to.scale[col_to.scale_rows ? mine : 0] = whole.decode;
       }
+      if (values || col_to.k_first) {
+        // As x lies.
+        if (first >= cols) return;
+        const bool both = first + 1 < cols;
+        if (!values && row0 < rows && !(square && first % 16 != 0)) {
+          uint8_t* const to = col_to.scales + row0 / 16 * (square ? row_blocks : cols);
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+            if (b == 0 || (both && !square)) to[square ? first / 16 : first + b] = byte[b];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if (row0 + i >= rows) continue;
+          const int64_t at = (row0 + i) * cols + first;
+          if (values) {
+            const uint32_t pair =
+                __byte_perm(out[0][i / 2], out[1][i / 2], i % 2 ? 0x7632 : 0x5410);
+            auto* const to = reinterpret_cast<uint16_t*>(col_to.codes) + at;
+            if (q.col_words) {
+              *reinterpret_cast<uint32_t*>(to) = pair;
+            } else {
+              to[0] = static_cast<uint16_t>(pair);
+              if (both) to[1] = static_cast<uint16_t>(pair >> 16);
+            }
+          } else {
+            const uint32_t low = out[0][i / 8] >> (4 * (i % 8)) & 15;
+            const uint32_t high = out[1][i / 8] >> (4 * (i % 8)) & 15;
+            if (q.col_words) {
+              *reinterpret_cast<uint16_t*>(col_to.codes + at) =
+                  static_cast<uint16_t>(low | high << 8);
+            } else {
+              col_to.codes[at] = static_cast<uint8_t>(low);
+              if (both) col_to.codes[at + 1] = static_cast<uint8_t>(high);
+            }
+          }
+        }
+        return;
+      }
       __syncthreads();  // nobody reads x any more
+      // Columns of codes, 64 bytes each.
       uint8_t* const all = reinterpret_cast<uint8_t*>(s.x);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        if (values) {
-          uint4* const to = reinterpret_cast<uint4*>(all + (2 * two + b) * 256);
-          to[2 * warp ^ (two & 7)] = make_uint4(out[b][0], out[b][1], out[b][2], out[b][3]);
-          to[2 * warp + 1 ^ (two & 7)] = make_uint4(out[b][4], out[b][5], out[b][6], out[b][7]);
-        } else {
-          uint8_t* const to = all + two * 128 + 16 * (4 * b + warp / 2 ^ (two & 7));
-          *reinterpret_cast<uint2*>(to + warp % 2 * 8) = make_uint2(out[b][0], out[b][1]);
-        }
+        uint8_t* const to = all + two * 128 + 16 * (4 * b + warp / 2 ^ (two & 7));
+        *reinterpret_cast<uint2*>(to + warp % 2 * 8) = make_uint2(out[b][0], out[b][1]);
       }
       __syncthreads();
-      // A thread has 16 bytes of a column, or four times as many.
-      const int64_t down = tile_at / tiles * kDown, ld = row_bytes(col_to, rows);
-      const int parts = values ? 16 : 4;
-      const auto left = static_cast<int>(
-          min(int64_t{16 * parts}, row_bytes(col_to, rows - down)));  // bytes of a column
-#pragma unroll 1
-      for (int i = static_cast<int>(threadIdx.x); i < kAcross * parts; i += kThreads) {
-        const int at = i / parts, part = i % parts;
-        const uint8_t* const from =
-            values ? all + at * 256 + 16 * (part ^ (at / 2 & 7))
-                   : all + at / 2 * 128 + 16 * (4 * (at % 2) + part ^ (at / 2 & 7));
-        if (col0 + at >= cols || 16 * part >= left) continue;
-        uint8_t* const to =
-            col_to.codes + (col0 + at) * ld + (values ? 2 * down : down / 2) + 16 * part;
-        if (q.col_words && 16 * part + 16 <= left) {
+      const int64_t down = tile_at / tiles * kDown, ld = (rows + 1) / 2;
+      {
+        const int at = static_cast<int>(threadIdx.x) / 4, part = threadIdx.x % 4;
+        const uint8_t* const from = all + at / 2 * 128 + 16 * (4 * (at % 2) + part ^ (at / 2 & 7));
+        uint8_t* const to = col_to.codes + (col0 + at) * ld + down / 2 + 16 * part;
+        const auto left = static_cast<int>(min(int64_t{16}, ld - down / 2 - 16 * part));
+        if (col0 + at < cols && q.col_words && left == 16) {
           *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-        } else {
+        } else if (col0 + at < cols) {
 #pragma unroll 1
-          for (int j = 0; j < min(16, left - 16 * part); ++j) to[j] = from[j];
+          for (int j = 0; j < left; ++j) to[j] = from[j];
         }
       }
-      if (!values && threadIdx.x < kAcross && col0 + threadIdx.x < cols &&
+      if (threadIdx.x < kAcross && col0 + threadIdx.x < cols &&
           !(square && threadIdx.x % 16 != 0)) {
         const int64_t mine = col0 + threadIdx.x, start = down / 16;
         uint8_t* const to = col_to.scales + (square ? mine / 16 : mine) * col_blocks + start;
         const uint8_t* const from = s.scales + threadIdx.x * kWarps;
-        const bool whole = col_blocks % kWarps == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
-        if (whole) {
+        if (col_blocks % kWarps == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
           *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
         } else {
           for (int64_t j = 0; j < min(int64_t{kWarps}, col_blocks - start); ++j) to[j] = from[j];
@@ -473,9 +494,6 @@ bool starts_at(const void* at, int64_t row_bytes, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(at) % static_cast<uintptr_t>(bytes) == 0 &&
          row_bytes % bytes == 0;
 }
-bool starts_at(const Nvfp4Side& to, int64_t k, int64_t bytes) {
-  return starts_at(to.codes, to.scales == nullptr ? 2 * k : (k + 1) / 2, bytes);
-}
 
 }  // namespace
 
@@ -497,8 +515,11 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
                   alike ? a.amax : a.amax + of_rows,
                   starts_at(x.data, x.row_stride * bytes, 16),
                   true,
-                  starts_at(a.row, x.cols, a.row.scales == nullptr ? 16 : 8),
-                  starts_at(a.col, x.rows, 16)};
+                  a.row.scales == nullptr ? starts_at(a.row.codes, 2 * x.cols, 16)
+                                          : starts_at(a.row.codes, (x.cols + 1) / 2, 8),
+                  a.col.scales == nullptr ? starts_at(a.col.codes, 2 * x.cols, 4)
+                  : a.col.k_first         ? starts_at(a.col.codes, x.cols, 2)
+                                          : starts_at(a.col.codes, (x.rows + 1) / 2, 16)};
   const auto stream = static_cast<cudaStream_t>(a.execution.stream);
   Status status =
       started(cudaMemsetAsync(a.amax, 0, static_cast<size_t>(4 * (of_rows + of_cols)), stream));

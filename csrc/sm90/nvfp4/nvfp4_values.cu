@@ -89,54 +89,82 @@ __global__ void __launch_bounds__(32 * kWarps) nvfp4_values(const Nvfp4Values p)
   }
 }
 
+// What a code stands for: its bits, as the upper ones of fp32, are that times 2^-126.
+__device__ __forceinline__ float number_of(uint32_t code) {
+  return __uint_as_float((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;
+}
+__device__ __forceinline__ float scale_of(uint32_t byte) {
+  return __low2float(tile::fp8x2_to_half2<tile::Fp8::e4m3>(static_cast<uint16_t>(byte)));
+}
+
 struct PlainNvfp4 {
   Nvfp4Args to;
-  int64_t eights, blocks;  // of a row
-  bool vectors;            // eight codes are a word, eight numbers whole 16 bytes
+  int64_t rows, across;  // of memory
+  int64_t eights;        // of a row
+  int64_t blocks;        // of scales across
+  bool vectors;          // eight codes are whole words, eight numbers whole 16 bytes
 };
 
-// A thread has eight codes.
+// A thread has eight codes that lie side by side.
 __global__ void __launch_bounds__(32 * kWarps)
     nvfp4_plain_values(const __grid_constant__ PlainNvfp4 p) {
+  const Nvfp4Args& a = p.to;
   tile::let_dependents_start();
   tile::await_predecessors();
   const int64_t at = int64_t{blockIdx.x} * (32 * kWarps) + threadIdx.x;
-  const int64_t row = at / p.eights, eight = at - row * p.eights, k = p.to.k;
-  if (row >= p.to.n) return;
-  const auto count = static_cast<int>(min(int64_t{8}, k - 8 * eight));
-  const uint8_t* const from = p.to.w + row * ((k + 1) / 2) + 4 * eight;
-  uint32_t codes = 0;
-  if (p.vectors) {
-    codes = __ldcs(reinterpret_cast<const uint32_t*>(from));
-  } else {
-    for (int i = 0; 2 * i < count; ++i) codes |= uint32_t{from[i]} << (8 * i);
-  }
-  const uint8_t byte = __ldg(p.to.w_scales + (p.to.square ? row / 16 : row) * p.blocks + eight / 2);
-  const float scale = __low2float(tile::fp8x2_to_half2<tile::Fp8::e4m3>(byte));
-  const float whole =
-      p.to.scale == nullptr ? 1.0f : __ldg(p.to.scale + (p.to.scale_rows ? row : 0));
+  const int64_t row = at / p.eights, col = (at - row * p.eights) * 8;
+  if (row >= p.rows) return;
+  const auto count = static_cast<int>(min(int64_t{8}, p.across - col));
   float v[8];
+  if (a.k_first) {
+    const uint8_t* const from = a.w + row * p.across + col;
+    const uint8_t* const scales = a.w_scales + row / 16 * p.blocks;
+    uint2 codes{0, 0}, bytes{0, 0};
+    if (p.vectors) {
+      codes = __ldcs(reinterpret_cast<const uint2*>(from));
+      if (!a.square) bytes = __ldg(reinterpret_cast<const uint2*>(scales + col));
+    }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    // The bits of a code, as the upper ones of fp32, are its value times 2^-126.
-    const uint32_t bits = (codes >> (4 * i) & 7) << 22 | (codes >> (4 * i + 3) & 1) << 31;
-    v[i] = __uint_as_float(bits) * 0x1p126f * scale * whole;
+    for (int i = 0; i < 8; ++i) {
+      uint32_t code = (i < 4 ? codes.x : codes.y) >> (8 * (i % 4));
+      uint32_t byte = (i < 4 ? bytes.x : bytes.y) >> (8 * (i % 4)) & 0xFF;
+      float whole = 1.0f;
+      if (i < count) {
+        if (!p.vectors) code = from[i];
+        if (!p.vectors || a.square) byte = __ldg(scales + (a.square ? (col + i) / 16 : col + i));
+        if (a.scale != nullptr) whole = __ldg(a.scale + (a.scale_rows ? col + i : 0));
+      }
+      v[i] = number_of(code) * scale_of(byte) * whole;
+    }
+  } else {
+    const uint8_t* const from = a.w + row * ((p.across + 1) / 2) + col / 2;
+    uint32_t codes = 0;
+    if (p.vectors) {
+      codes = __ldcs(reinterpret_cast<const uint32_t*>(from));
+    } else {
+      for (int i = 0; 2 * i < count; ++i) codes |= uint32_t{from[i]} << (8 * i);
+    }
+    const int64_t block = (a.square ? row / 16 : row) * p.blocks + col / 16;
+    const float scale = scale_of(__ldg(a.w_scales + block));
+    const float whole = a.scale == nullptr ? 1.0f : __ldg(a.scale + (a.scale_rows ? row : 0));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = number_of(codes >> (4 * i)) * scale * whole;
   }
-  const int64_t first = row * k + 8 * eight;
-  if (p.vectors && p.to.out_dtype != DType::f32) {
-    const bool half = p.to.out_dtype == DType::f16;
+  const int64_t first = row * p.across + col;
+  if (p.vectors && a.out_dtype != DType::f32) {
+    const bool half = a.out_dtype == DType::f16;
     uint32_t w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       w[i] = half ? as<uint32_t>(__floats2half2_rn(v[2 * i], v[2 * i + 1]))
                   : as<uint32_t>(__floats2bfloat162_rn(v[2 * i], v[2 * i + 1]));
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.to.out) + first) =
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(a.out) + first) =
         make_uint4(w[0], w[1], w[2], w[3]);
     return;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i < count) store_number(p.to.out, first + i, p.to.out_dtype, v[i]);
+    if (i < count) store_number(a.out, first + i, a.out_dtype, v[i]);
 }
 
 struct Finish {
@@ -239,13 +267,17 @@ Status nvfp4_from_rows(const Nvfp4Args& a) {
   if (a.w == nullptr || a.w_scales == nullptr || a.out == nullptr || a.n < 1 || a.k < 1 ||
       !known(a.out_dtype))
     return Status::bad_argument;
-  if (a.groups.count != 0 || a.ldo != a.k) return Status::unsupported;
+  if (a.groups.count != 0) return Status::unsupported;
   const auto starts_at = [](const void* at, int64_t bytes) {
     return reinterpret_cast<uintptr_t>(at) % static_cast<uintptr_t>(bytes) == 0;
   };
-  const bool whole = a.k % 8 == 0 && starts_at(a.w, 4) && starts_at(a.out, 16);
-  const PlainNvfp4 p{a, (a.k + 7) / 8, (a.k + 15) / 16, whole};
-  const int64_t ctas = (a.n * p.eights + 32 * kWarps - 1) / (32 * kWarps);
+  const int64_t rows = a.k_first ? a.k : a.n, across = a.k_first ? a.n : a.k;
+  const bool whole = across % 8 == 0 && starts_at(a.w, a.k_first ? 8 : 4) && starts_at(a.out, 16) &&
+                     (!a.k_first || starts_at(a.w_scales, 8));
+  const PlainNvfp4 p{
+      a,    rows, across, (across + 7) / 8, a.k_first && !a.square ? across : (across + 15) / 16,
+      whole};
+  const int64_t ctas = (rows * p.eights + 32 * kWarps - 1) / (32 * kWarps);
   if (ctas > INT32_MAX) return Status::unsupported;
   return launch_early(nvfp4_plain_values,
                       {dim3(static_cast<unsigned>(ctas)), dim3(32 * kWarps), a.execution.stream},

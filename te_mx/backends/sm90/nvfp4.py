@@ -32,6 +32,7 @@ from te_mx.layouts.operand import Operand, Quantized, Stack
 
 PRODUCT = "sm90_nvfp4"
 _NARROW = torch.bfloat16, torch.float16
+_VALUES = tuple(layout.name for layout in SM90_VALUES)  # of rows and of columns
 
 
 def _tall(spec: str) -> bool:
@@ -125,7 +126,8 @@ class Values(_Sized):
     def __init__(self, p: Problem) -> None:
         super().__init__(p, 0, p.m, p.n)
         self.record.ldo, self.record.square = p.n, _tall(p.lhs)
-        self.plain = spec_of(p.lhs).layout is not SM90_NVFP4
+        layout = spec_of(p.lhs).layout
+        self.plain, self.record.k_first = layout is not SM90_NVFP4, layout.k_first
 
     def __call__(
         self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
@@ -137,13 +139,17 @@ class Values(_Sized):
                 return None if bare is None else bare.float()
             return torch.mul(bare.float(), whole, out=into)
         _, n, k = self.sizes
-        out = into
+        k_first = operand.layout.k_first
+        out = None if k_first else into
         if out is None:
-            out = torch.empty((n, k), dtype=dtype, device=operand.codes.device)
+            shape = (k, n) if k_first else (n, k)
+            out = torch.empty(shape, dtype=dtype, device=operand.codes.device)
         args, _alive = self.of(operand)
         args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
         run_it = self.native.nvfp4_from_rows if self.plain else self.native.nvfp4_to_values
-        return out if binding.supported(run_it(args)) else None
+        if not binding.supported(run_it(args)):
+            return None
+        return out.t() if k_first else out
 
 
 class Dequantize(Kernel):
@@ -152,10 +158,36 @@ class Dequantize(Kernel):
     op, name, planner = "dequantize", PRODUCT, Values
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, SM90_NVFP4.name, "rows", formats=NVFP4)
+        reason = why_not(problem, SM90_NVFP4.name, "rows", "cols", formats=NVFP4)
         if reason is None and problem.lhs.endswith("@any"):
-            reason = f"takes the layouts {SM90_NVFP4.name} and rows"
+            reason = f"takes the layouts {SM90_NVFP4.name}, rows and cols"
         return reason or why_not_dtype(problem, "gives")
+
+
+class Convert(Kernel):
+    """Plain codes to values that lie as they do."""
+
+    op, name = "convert", PRODUCT
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(rhs=""), "rows", "cols", formats=NVFP4)
+        layouts = [spec_of(spec).layout for spec in (problem.lhs, problem.rhs)]
+        if reason is None and layouts[1] is not SM90_VALUES[layouts[0].k_first]:
+            reason = f"makes {_VALUES[0]} of rows, and {_VALUES[1]} of cols"
+        return reason
+
+    def make_plan(self, problem: Problem) -> Any:
+        values = Values(problem)
+
+        def convert(operand: Operand, spec: str) -> Operand | None:
+            made = values(operand._replace(tensor_scale=None), torch.bfloat16)
+            if made is None:
+                return None
+            codes = (made.t() if operand.layout.k_first else made).view(torch.uint8)
+            none = operand.scales.new_empty(0)
+            return operand._replace(codes=codes, scales=none, spec=spec, packed=None)
+
+        return convert
 
 
 class Products:
@@ -190,8 +222,8 @@ class Products:
 
 
 def _values(side: Operand) -> Tensor:
-    if side.layout is SM90_VALUES:
-        return side.codes.view(torch.bfloat16)
+    if side.layout in SM90_VALUES:
+        return side.unscaled(torch.bfloat16)
     return run.dequantize(side._replace(tensor_scale=None), torch.bfloat16)
 
 
@@ -201,7 +233,7 @@ class Gemm(Kernel):
     op, name, planner = "gemm", PRODUCT, Products
 
     def accepts(self, problem: Problem) -> str | None:
-        layouts = "rows", "cols", SM90_NVFP4.name, SM90_VALUES.name
+        layouts = "rows", "cols", SM90_NVFP4.name, *_VALUES
         reason = why_not(problem._replace(rule="rceil"), *layouts, formats=(*MX, *NVFP4))
         sides = [spec_of(spec).format for spec in (problem.lhs, problem.rhs)]
         if reason is None and not any(fmt.tensor_scaled for fmt in sides):
@@ -210,7 +242,7 @@ class Gemm(Kernel):
 
     def wants(self, problem: Problem) -> Wants:
         # Columns of inputs wait for backward, as codes. Those of weights have square blocks.
-        return Wants(SM90_VALUES.name, SM90_VALUES.name, "" if _tall(problem.rhs) else "rows")
+        return Wants(_VALUES[0], _VALUES[1], "" if _tall(problem.rhs) else "rows")
 
     def prepares(self, m: int, n: int, k: int) -> bool:
         return False
@@ -276,8 +308,9 @@ class Quantizer:
             scale = x.new_empty(fmt.tensor_scale_shape(rows), dtype=torch.float32)
             made[side] = Operand(*parts, spec, rows, k, None, scale)
             setattr(args, f"{side}_codes", parts[0].data_ptr())
-            setattr(args, f"{side}_scales", 0 if layout is SM90_VALUES else parts[1].data_ptr())
+            setattr(args, f"{side}_scales", 0 if layout in SM90_VALUES else parts[1].data_ptr())
             setattr(args, f"{side}_scale", scale.data_ptr())
+            setattr(args, f"{side}_k_first", layout.k_first)
         if not binding.supported(self.native.nvfp4_quantize(args)):
             return None
         sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
@@ -291,7 +324,7 @@ class HopperNvfp4(Kernel):
     op, name, planner = "quantize", PRODUCT, Quantizer
 
     def accepts(self, problem: Problem) -> str | None:
-        layouts = "rows", SM90_VALUES.name
+        layouts = "rows", "cols", *_VALUES
         untold = problem._replace(rule="rceil")
         reason = why_not(untold._replace(lhs="", rhs="")) or unknown(untold, layouts, NVFP4, True)
         specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
@@ -302,8 +335,9 @@ class HopperNvfp4(Kernel):
             reason = "transforms 16 elements at a time"
         if reason is None and split_rule(problem.rule)[0] != "te":
             reason = f"knows the scale rule te, not {problem.rule}"
-        if reason is None and "@any" in problem.lhs + problem.rhs:
-            reason = "takes the layout rows"
+        wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(_VALUES[0])
+        if reason is None and (wrong or "@any" in problem.lhs + problem.rhs):
+            reason = f"writes rows and {_VALUES[0]}, of columns rows, cols and {_VALUES[1]}"
         return reason or why_not_dtype(problem)
 
 
@@ -321,4 +355,5 @@ register(HopperNvfp4Weights())
 register(Product())
 register(Gemm())
 register(Dequantize())
+register(Convert())
 register(Rest())

@@ -8,7 +8,7 @@ from te_mx.backends.sm90.layouts.tiles import SM90Tiles
 from te_mx.layouts import register, register_family
 
 for _layout in (
-    SM90_FACTORS, SM90_FACTOR_ROWS, SM90_FACTOR_K, SM90_FROZEN, SM90_NVFP4, SM90_VALUES,
+    SM90_FACTORS, SM90_FACTOR_ROWS, SM90_FACTOR_K, SM90_FROZEN, SM90_NVFP4, *SM90_VALUES,
 ):  # fmt: skip
     register(_layout)
 register_family("sm90", SM90Tiles)

@@ -70,26 +70,32 @@ class SM90Nvfp4(Layout):
 
 
 class SM90Values(Layout):
-    """Codes times block scales, which bf16 holds exactly: bf16 [rows, k] as bytes. Of what is
-    multiplied by cuBLAS as soon as it was quantized."""
+    """Codes times block scales, which bf16 holds exactly: bf16 [rows, k] as bytes, or [k, rows] of
+    columns, as the matrix lies. Of what cuBLAS multiplies as soon as it was quantized."""
 
-    name, exact = "sm90_bf16", False
-    refused = "formats without a tensor scale"
+    exact, refused = False, "formats without a tensor scale"
+
+    def __init__(self, name: str, k_first: bool) -> None:
+        self.name, self.k_first = name, k_first
 
     def takes(self, fmt: Format) -> bool:
         return fmt.tensor_scaled
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
-        return (rows, 2 * k), (0,)
+        return (k, 2 * rows) if self.k_first else (rows, 2 * k), (0,)
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         made = fmt.dequantize(codes, scales, k, torch.bfloat16)
+        # NOTE: contiguous() leaves strides that say nothing, which no other dtype has a view of.
+        made = (made.t() if self.k_first else made).clone(memory_format=torch.contiguous_format)
         return made.view(torch.uint8), scales.new_empty(0)
 
     def values(
         self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
     ) -> Tensor:
-        return codes.view(torch.bfloat16).to(dtype)
+        made = codes.view(torch.bfloat16).to(dtype)
+        return made.t() if self.k_first else made
 
 
-SM90_NVFP4, SM90_VALUES = SM90Nvfp4(), SM90Values()
+SM90_VALUES = SM90Values("sm90_bf16", False), SM90Values("sm90_bf16_cols", True)
+SM90_NVFP4 = SM90Nvfp4()
