@@ -42,7 +42,7 @@ concept AnyRecord =
            GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
            GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, NormRowsArgs, LinearArgs, Routing,
            MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs, sm90::Nvfp4Args,
-           sm90::Nvfp4QuantizeArgs>;
+           sm90::Nvfp4Side, sm90::Nvfp4QuantizeArgs, sm90::Nvfp4FinishArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>

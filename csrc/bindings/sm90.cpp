@@ -274,6 +274,8 @@ void bind_nvfp4(py::module_& m) {
       .field("w_scales", &Nvfp4Args::w_scales)
       .field("scale", &Nvfp4Args::scale)
       .field("scale_rows", &Nvfp4Args::scale_rows)
+      .field("square", &Nvfp4Args::square)
+      .field("k_first", &Nvfp4Args::k_first)
       .field("x", &Nvfp4Args::x)
       .field("ldx", &Nvfp4Args::ldx)
       .field("x_dtype", &Nvfp4Args::x_dtype)
@@ -289,14 +291,39 @@ void bind_nvfp4(py::module_& m) {
       .add_to(m, "Nvfp4Args");
   bind_call(m, "nvfp4_product", nvfp4_product);
   bind_call(m, "nvfp4_to_values", nvfp4_to_values);
+  bind_call(m, "nvfp4_from_rows", nvfp4_from_rows);
+  Record<Nvfp4FinishArgs>()
+      .field("m", &Nvfp4FinishArgs::m)
+      .field("n", &Nvfp4FinishArgs::n)
+      .field("sums", &Nvfp4FinishArgs::sums)
+      .field("of_lhs", &Nvfp4FinishArgs::of_lhs)
+      .field("of_rhs", &Nvfp4FinishArgs::of_rhs)
+      .field("lhs_rows", &Nvfp4FinishArgs::lhs_rows)
+      .field("rhs_rows", &Nvfp4FinishArgs::rhs_rows)
+      .field("bias", &Nvfp4FinishArgs::bias)
+      .field("bias_dtype", &Nvfp4FinishArgs::bias_dtype)
+      .field("out", &Nvfp4FinishArgs::out)
+      .field("out_dtype", &Nvfp4FinishArgs::out_dtype)
+      .field("accumulate", &Nvfp4FinishArgs::accumulate)
+      .part("execution", &Nvfp4FinishArgs::execution, "")
+      .add_to(m, "Nvfp4FinishArgs");
+  bind_call(m, "nvfp4_finish", nvfp4_finish);
+  Record<Nvfp4Side>()
+      .field("codes", &Nvfp4Side::codes)
+      .field("scales", &Nvfp4Side::scales)
+      .field("k_first", &Nvfp4Side::k_first)
+      .field("scale", &Nvfp4Side::scale)
+      .field("scale_rows", &Nvfp4Side::scale_rows)
+      .field("transforms", &Nvfp4Side::transforms)
+      .field("signs", &Nvfp4Side::signs)
+      .add_to(m, "Nvfp4Side");
   Record<Nvfp4QuantizeArgs>()
       .part("x", &Nvfp4QuantizeArgs::x, "x_")
-      .field("row_codes", &Nvfp4QuantizeArgs::row_codes)
-      .field("row_scales", &Nvfp4QuantizeArgs::row_scales)
-      .field("col_codes", &Nvfp4QuantizeArgs::col_codes)
-      .field("col_scales", &Nvfp4QuantizeArgs::col_scales)
-      .field("scale", &Nvfp4QuantizeArgs::scale)
+      .part("row", &Nvfp4QuantizeArgs::row, "row_")
+      .part("col", &Nvfp4QuantizeArgs::col, "col_")
       .field("square", &Nvfp4QuantizeArgs::square)
+      .field("seed", &Nvfp4QuantizeArgs::seed)
+      .field("first", &Nvfp4QuantizeArgs::first)
       .field("amax", &Nvfp4QuantizeArgs::amax)
       .part("execution", &Nvfp4QuantizeArgs::execution, "")
       .add_to(m, "Nvfp4QuantizeArgs");

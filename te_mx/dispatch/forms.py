@@ -24,7 +24,8 @@ class Forms(NamedTuple):
 def wanted_layouts(
     device: torch.device, op: str, lhs: str, rhs: str, precision: str, spread: int, rule: str
 ) -> str:
-    """ "<row> <col>": layouts that the kernel of an op wants for two formats of a large problem.
+    """ "<row> <col> <right col>": layouts that the kernel of an op wants for two formats of a large
+    problem.
 
     A plain function of constants that returns one.
     """
@@ -46,13 +47,16 @@ def forms(
     sides = (other, fmt) if right else (fmt, other)
     asked = device, op, *sides, precision, spread, rule
     if torch.compiler.is_compiling():
-        row, _, col = compiled.wanted_layouts(*asked).partition(" ")
-        return Forms(f"{fmt}@{row}", f"{fmt}@{col}")
+        return _forms(fmt, compiled.wanted_layouts(*asked), right)
     key = *asked, right
     found = derived().get(key)
     if found is None:
-        row, _, col = wanted_layouts(*asked).partition(" ")
-        found = Forms(f"{fmt}@{row}", f"{fmt}@{col}")
+        found = _forms(fmt, wanted_layouts(*asked), right)
         if device.type != "cuda" or device.index is not None:
             derive(key, found)
     return found
+
+
+def _forms(fmt: str, layouts: str, right: bool) -> Forms:
+    row, col, right_col = layouts.split(" ")
+    return Forms(f"{fmt}@{row}", f"{fmt}@{(right and right_col) or col}")

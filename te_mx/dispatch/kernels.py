@@ -30,10 +30,12 @@ def derive(key: Any, made: Any) -> Any:
 
 
 class Wants(NamedTuple):
-    """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones."""
+    """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones;
+    the latter of right operands, which backward may have to wait for, if not so."""
 
     row: str = "rows"
     col: str = "cols"
+    right_col: str = ""
 
 
 class Kernel:

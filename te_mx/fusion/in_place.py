@@ -22,11 +22,11 @@ from te_mx.nn.guards import RAN, hooked
 from te_mx.nn.linear import Linear
 
 # ------------------------------------------------------------------------------------------ tables
-# Rotary embeddings, whose tables of cosines and sines compiled code writes once. torch.compile would
-# make them a part of every kernel that rotates queries and keys, forward and back, where two sines
-# and a cosine for each element take three to five times as long as reading the tables. They are
-# known by what they hold: frequencies under the name that all libraries give them, and
-# neither parameters nor submodules. Whatever else that were, storing its result changes no value.
+# Rotary embeddings, whose tables of cosines and sines compiled code writes once. torch.compile
+# would make them a part of every kernel that rotates queries and keys, forward and back, where two
+# sines and a cosine for each element take three to five times as long as reading the tables. They
+# are known by what they hold: frequencies under the name that all libraries give them, and neither
+# parameters nor submodules. Whatever else that were, storing its result changes no value.
 ATTRIBUTE = "_te_mx_tables"
 
 

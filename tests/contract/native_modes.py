@@ -35,8 +35,7 @@ BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
 M, K, N = 160, 128, 256  # of whole blocks of every format; more rows than kernels for few rows take
 LOOPS = {"quantize_grouped", "gemm_rows", "gemm_k"}  # whose reference loops over native ops
 Step = Callable[[Tensor], Tensor]
-# Of NVFP4 only what is rounded to nearest is native: a sentence of the page says so.
-RECIPES = [name for name in te_mx.recipe.NAMED if name != "nvfp4"]
+RECIPES = list(te_mx.recipe.NAMED)
 
 
 class Watch:

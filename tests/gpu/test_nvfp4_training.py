@@ -66,6 +66,8 @@ def test_the_recipe(kind):
         inp = x.to(device).detach().requires_grad_()
         with te_mx.autocast(recipe=recipe):
             y = made(inp, *args)
+        if device == "cuda":
+            assert {one.fprop for one in te_mx.audit(made)} == {"sm90_nvfp4"}
         y.square().sum().backward()
         grads = (inp.grad, *(p.grad for p in made.parameters()))
         found.append([t.detach().double().cpu() for t in (y, *grads)])

@@ -8,14 +8,16 @@ import torch
 
 import te_mx
 from te_mx import formats
-from te_mx._ops import quantize_2d
+from te_mx.backends.reference import quantize as reference
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.layouts import SM90_NVFP4
+from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
 from te_mx.backends.sm90.nvfp4 import PRODUCT, Product, Rest
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.run import dequantize
+from te_mx.dispatch.run import dequantize, quantize
 from te_mx.layouts.operand import Operand, stacked
+from te_mx.layouts.plain import COLS
 from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.weights import decode
 
@@ -128,12 +130,23 @@ def test_groups(sizes):
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (192, 1000), (320, 33)], ids=str)
-@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16", "nvfp4_rows"])
 def test_values(shape, fmt):
     row = weight(*shape, 3, fmt)
-    held = Rest().rest(row)
-    for dtype in (BF16, F16, F32):
-        assert torch.equal(dequantize(held, dtype), row.values(dtype))
+    row.scales[1, 0] |= 0x80
+    row.scales[0, 1] = 0x7F
+    scales = row.scales & 0x7F
+    turned = zip(("codes", "scales"), COLS.pack(row.format, *row[:2], row.k), strict=True)
+    turned = row._replace(spec=f"{fmt}@cols", **dict(turned))
+    each = [row, row._replace(tensor_scale=None), turned]
+    if fmt != "nvfp4_rows":
+        each += [Rest().rest(one._replace(scales=scales)) for one in each[:2]]
+    for held in each:
+        for dtype in (BF16, F16, F32):
+            scales_of = scales if held.layout is SM90_NVFP4 else row.scales
+            wanted = row._replace(scales=scales_of, tensor_scale=held.tensor_scale)
+            made = dequantize(held, dtype)
+            assert torch.equal(made.nan_to_num(7.0), wanted.values(dtype).nan_to_num(7.0))
 
 
 def test_negative_scales_stay_by_rows():
@@ -166,27 +179,62 @@ def test_a_frozen_layer_at_any_number_of_rows(monkeypatch):
     assert all(torch.equal(again[name], codes[name]) for name in codes)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (33, 1000), (130, 77), (1, 16), (256, 520)], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16"])
-def test_quantized_to_the_bytes_of_the_specification(shape, dtype, fmt):
+TURNED = "nvfp4+rht16:0xd7e8d7e8"
+BY_ROWS = ("rows", "rows"), ("rows", "cols")
+DIRECTIONS = [  # rows, columns, what is drawn
+    ("nvfp4", TURNED, None),
+    ("nvfp4", TURNED, 5),
+    ("nvfp4_16x16", "nvfp4_16x16", None),
+    ("nvfp4_rows", "nvfp4", 7),
+    ("nvfp4_rows", TURNED, None),
+    ("nvfp4_rows", "nvfp4_rows", None),
+    ("nvfp4+rht16:0x1234abcd", "nvfp4+rht16:0x1234abcd", -9),
+    ("nvfp4_16x16", "", 3),
+    ("", "nvfp4", None),
+]
+
+
+def wide(shape, dtype):
+    """Rows of all sizes, zeros of both signs, ties."""
     x = torch.randn(shape, device="cuda") * torch.exp2(
         torch.randint(-20, 12, (shape[0], 1), device="cuda").float()
     )
+    x[::3] = torch.randint(-24, 25, x[::3].shape, device="cuda").float() / 4
     x.view(-1)[::97] = 0
     x.view(-1)[1::101] = -0.0
-    x = x.clamp(-60000, 60000).to(dtype)
-    for case in (x, torch.zeros_like(x), x * 0 + 2.0**-24, (x / 64).round()):
-        found = quantize_2d(case, f"{fmt}@rows", f"{fmt}@rows", rule="te")
-        for made, of in ((found.row, case), (found.col, case.t())):
-            codes, scales, whole = formats.get(fmt).quantize(of, "te")
-            assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)
-            assert torch.equal(made.tensor_scale, whole)
+    return x.clamp(-60000, 60000).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (33, 1000), (130, 77), (1, 16), (256, 520), (144, 32), (17, 1)], ids=str
+)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
+def test_quantized_to_the_bytes_of_the_specification(shape, dtype, directions):
+    row, col, drawn = directions
+    x = wide(shape, dtype)
     bad = x.clone()
     bad[0, 0], bad[-1, -1] = torch.nan, torch.inf
-    made = quantize_2d(bad, f"{fmt}@rows", rule="te").row
-    codes, scales, whole = formats.get(fmt).quantize(bad, "te")
-    assert torch.equal(made.codes, codes) and torch.equal(made.scales, scales)
+    beside = torch.zeros(shape[0], shape[1] + 3, dtype=dtype, device="cuda")[:, 3:].copy_(x)
+    tiny, rule = torch.full_like(x, 2.0**-24), "te" if drawn is None else "te+sr"
+    seed = None if drawn is None else torch.tensor([drawn], device="cuda")
+    for case in (x, torch.zeros_like(x), tiny, bad, beside):
+        for layouts in (*BY_ROWS, [layout.name for layout in SM90_VALUES]):
+            names = zip((row, col), layouts, strict=True)
+            specs = (f"{one}@{layout}" if one else "" for one, layout in names)
+            what = Quantize(case, *specs, rule, seed=seed, first=(1 << 32) - 20)
+            wanted = reference.quantize(what)
+            for made, one in zip(quantize(what)[:2], wanted[:2], strict=True):
+                assert (made is None) == (one is None)
+                if made is not None:
+                    parts = zip(made[:2], one[:2], strict=True)
+                    if layouts not in BY_ROWS:  # of which a NaN may be any
+                        parts = [
+                            (m.view(BF16).nan_to_num(7), w.view(BF16).nan_to_num(7))
+                            for m, w in [(made.codes, one.codes)]
+                        ]
+                    assert all(torch.equal(m, w) for m, w in parts)
+                    assert torch.equal(made.tensor_scale, one.tensor_scale)
 
 
 @pytest.mark.usefixtures("direct")

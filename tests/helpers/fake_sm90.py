@@ -19,7 +19,14 @@ from fake_sm90_factors import scaling
 from fake_sm90_frozen import pack_frozen, unpack_frozen  # noqa: F401
 from fake_sm90_joined import quantize_joined  # noqa: F401
 from fake_sm90_norm_rows import NormRowsArgs, normalize_rows  # noqa: F401
-from fake_sm90_nvfp4 import Nvfp4QuantizeArgs, nvfp4_quantize  # noqa: F401
+from fake_sm90_nvfp4 import (  # noqa: F401
+    Nvfp4Args,
+    Nvfp4FinishArgs,
+    Nvfp4QuantizeArgs,
+    nvfp4_finish,
+    nvfp4_from_rows,
+    nvfp4_quantize,
+)
 from torch import Tensor
 
 from te_mx.backends import base

@@ -1,21 +1,51 @@
-"""The NVFP4 quantizer of te_mx._sm90 in plain torch, on addresses of CPU memory, as fake_sm90."""
+"""NVFP4 of te_mx._sm90 in plain torch, on addresses of CPU memory, as fake_sm90: the quantizer and
+the values of plain codes."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from te_mx import formats
+from te_mx.backends.sm90.layouts import SM90_VALUES
+from te_mx.formats.hadamard import Hadamard
+from te_mx.formats.stochastic import random_bits
+from te_mx.layouts.plain import COLS, ROWS
 
 
-class Nvfp4QuantizeArgs:
-    """The fields of the native record."""
+class _Record:
+    """The fields of a native record."""
 
     def __init__(self, **fields):
-        self.row_codes = self.row_scales = self.col_codes = self.col_scales = 0
+        self.row_codes = self.row_scales = self.col_codes = self.col_scales = self.seed = 0
+        self.scale = self.first = 0
+        self.row_k_first = self.col_k_first = False
+        self.scale_rows = self.square = self.row_transforms = self.col_transforms = False
         self.__dict__.update(fields)
 
     def copy(self, **fields):
-        return Nvfp4QuantizeArgs(**self.__dict__ | fields)
+        return type(self)(**self.__dict__ | fields)
+
+
+class Nvfp4QuantizeArgs(_Record):
+    pass
+
+
+class Nvfp4Args(_Record):
+    pass
+
+
+class Nvfp4FinishArgs(_Record):
+    of_lhs = of_rhs = bias = 0
+    lhs_rows = rhs_rows = accumulate = False
+
+
+def _format(args, side: str) -> formats.Format:
+    name = "nvfp4_16x16" if args.square else "nvfp4"
+    name = "nvfp4_rows" if getattr(args, f"{side}_scale_rows", False) else name
+    if getattr(args, f"{side}_transforms"):
+        name += f"+{Hadamard(16, getattr(args, f'{side}_signs'))}"
+    return formats.get(name)
 
 
 def nvfp4_quantize(args) -> int:
@@ -23,12 +53,56 @@ def nvfp4_quantize(args) -> int:
 
     (rows, cols), stride = (args.x_rows, args.x_cols), args.x_row_stride
     x = at(args.x_data, ((rows - 1) * stride + cols,), _DTYPES[args.x_dtype])
-    x = x.as_strided((rows, cols), (stride, 1))
+    x, random, rule = x.as_strided((rows, cols), (stride, 1)), None, "te"
+    if args.seed:
+        rule, random = "te+sr", random_bits(at(args.seed, (1,), torch.int64), *x.shape, args.first)
+
+    def turned(one: Tensor | None) -> Tensor | None:
+        return None if one is None else one.t().contiguous()
+
+    for side, of_side, bits in (("row", x, random), ("col", turned(x), turned(random))):
+        if not (place := getattr(args, f"{side}_codes")):
+            continue
+        fmt = _format(args, side)
+        codes, scales, whole = fmt.quantize(of_side, rule, bits)
+        if scales_at := getattr(args, f"{side}_scales"):
+            if getattr(args, f"{side}_k_first"):
+                codes, scales = COLS.pack(fmt, codes, scales, of_side.shape[1])
+            at(scales_at, tuple(scales.shape)).copy_(scales)
+        else:
+            values = SM90_VALUES[side == "col"]
+            codes, _ = values.pack(fmt, codes, scales, of_side.shape[1])
+        at(place, tuple(codes.shape)).copy_(codes)
+        at(getattr(args, f"{side}_scale"), tuple(whole.shape), torch.float32).copy_(whole)
+    return 0
+
+
+def nvfp4_from_rows(args) -> int:
+    from fake_sm90 import _DTYPES, at
+
     fmt = formats.get("nvfp4_16x16" if args.square else "nvfp4")
-    for side, of_side in (("row", x), ("col", x.t().contiguous())):
-        if place := getattr(args, f"{side}_codes"):
-            codes, scales, whole = fmt.quantize(of_side, "te")
-            at(place, tuple(codes.shape)).copy_(codes)
-            at(getattr(args, f"{side}_scales"), tuple(scales.shape)).copy_(scales)
-            at(args.scale, (), torch.float32).copy_(whole)
+    layout = COLS if args.k_first else ROWS
+    codes, scales = layout.shapes(fmt, args.n, args.k)
+    made = layout.values(fmt, at(args.w, codes), at(args.w_scales, scales), args.k, torch.float32)
+    if args.scale:
+        made *= at(args.scale, (args.n, 1) if args.scale_rows else (), torch.float32)
+    made = made.t() if args.k_first else made
+    at(args.out, tuple(made.shape), _DTYPES[args.out_dtype]).copy_(made)
+    return 0
+
+
+def nvfp4_finish(args) -> int:
+    from fake_sm90 import _DTYPES, at
+
+    def scale(side: str, shape: tuple[int, ...]) -> Tensor | float:
+        place = getattr(args, f"of_{side}")
+        shape = shape if getattr(args, f"{side}_rows") else ()
+        return at(place, shape, torch.float32) if place else 1.0
+
+    made = at(args.sums, (args.m, args.n), torch.float32)
+    made = made * (scale("lhs", (args.m, 1)) * scale("rhs", (args.n,)))
+    if args.bias:
+        made = made + at(args.bias, (args.n,), _DTYPES[args.bias_dtype]).float()
+    out = at(args.out, (args.m, args.n), _DTYPES[args.out_dtype])
+    out.copy_(made + out.float() if args.accumulate else made)
     return 0

@@ -47,8 +47,10 @@ struct Nvfp4Args {
   int64_t m = 0, n = 0, k = 0;
   const uint8_t* w = nullptr;  // codes, nvfp4_blocks(n, k) a matrix
   const uint8_t* w_scales = nullptr;
-  const float* scale = nullptr;  // of the tensor, of every matrix
+  const float* scale = nullptr;  // of the tensor, of every matrix; of values: null is 1
   bool scale_rows = false;       // or of each of its rows
+  bool square = false;           // of plain codes: blocks are 16 x 16
+  bool k_first = false;          // likewise: they lie [k, n], one a byte, and so do scales and out
   const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;  // or fp16
@@ -69,19 +71,50 @@ Status nvfp4_product(const Nvfp4Args& args);
 // exact, times `scale` in fp32, rounded. Without x; one matrix; out is aligned to 16 bytes.
 Status nvfp4_to_values(const Nvfp4Args& args);
 
+// One direction of a quantizer, [rows, k]; not wanted without codes.
+struct Nvfp4Side {
+  uint8_t* codes = nullptr;   // [rows, ceil(k / 2)]
+  uint8_t* scales = nullptr;  // [rows, ceil(k / 16)]; null: in place of codes what they are times
+                              // block scales, exactly, in bf16, as x lies
+  bool k_first = false;     // of columns: codes [k, rows], one a byte, scales [ceil(k / 16), rows]
+  float* scale = nullptr;   // of the tensor
+  bool scale_rows = false;  // or of each row
+  bool transforms = false;  // whole chunks of 16, with bit k mod 32 of the signs
+  int64_t signs = 0;
+};
+
 // x [rows, cols] to plain NVFP4 by the rule of Transformer Engine: rows, and columns as rows of
-// their own, two codes a byte. Null for what nobody needs.
+// their own, two codes a byte; from one read, after another for the largest magnitudes.
 struct Nvfp4QuantizeArgs {
   Matrix x;
-  uint8_t* row_codes = nullptr;   // [rows, ceil(cols / 2)]
-  uint8_t* row_scales = nullptr;  // [rows, ceil(cols / 16)]
-  uint8_t* col_codes = nullptr;   // [cols, ceil(rows / 2)]
-  uint8_t* col_scales = nullptr;  // [cols, ceil(rows / 16)]
-  float* scale = nullptr;         // of the tensor
+  Nvfp4Side row, col;
   bool square = false;            // blocks are 16 x 16: [ceil(rows / 16), ..] scales
-  uint32_t* amax = nullptr;       // of its numbers, bits; written
+  const int64_t* seed = nullptr;  // of stochastic rounding, as in QuantizeOut
+  int64_t first = 0;
+  uint32_t* amax = nullptr;  // scratch: a word for every tensor scale of a row, and of a column
   Execution execution;
 };
 Status nvfp4_quantize(const Nvfp4QuantizeArgs& args);
+
+// out[m, n] = (of_lhs * of_rhs) * sums + bias + out, in this order and in fp32, rounded: the end of
+// a product of what tensor scales multiply. Compact; `out` is added where that is asked for.
+struct Nvfp4FinishArgs {
+  int64_t m = 0, n = 0;
+  const float* sums = nullptr;
+  const float* of_lhs = nullptr;  // of the tensor, or [m]; null: 1
+  const float* of_rhs = nullptr;  // likewise, [n]
+  bool lhs_rows = false, rhs_rows = false;
+  const void* bias = nullptr;  // [n] or null
+  DType bias_dtype = DType::bf16;
+  void* out = nullptr;
+  DType out_dtype = DType::bf16;
+  bool accumulate = false;
+  Execution execution;
+};
+Status nvfp4_finish(const Nvfp4FinishArgs& args);
+
+// What plain codes stand for: out [n, k] (or [k, n]), compact, is codes * block scales, times
+// `scale` in fp32 where that is not null, rounded. Without x and groups; any dtype.
+Status nvfp4_from_rows(const Nvfp4Args& args);
 
 }  // namespace te_mx::sm90

@@ -1,190 +1,539 @@
 // bf16, fp16 or fp32 numbers to NVFP4 by the rule of Transformer Engine, along both directions from
-// one read: the bytes of te_mx/formats/nvfp4.py, whose steps in fp32 these are.
+// one read, after a Hadamard transform of 16 and with stochastic rounding where asked: the bytes of
+// te_mx/formats/nvfp4.py, whose steps in fp32 these are; or what they stand for, in bf16.
+//
+// One kernel, launched twice: for the largest magnitudes, then for the codes. A CTA has 128 rows x
+// 64 columns, each of its warps 16 rows, so that blocks of both directions are a warp's own: it
+// reads rows, a lane 16 adjacent elements of two of them, and columns, a lane two of them, from
+// shared memory. Codes of columns of all warps leave together, for whole sectors.
 #include "common/formats.h"
 #include "common/launch.h"
 #include "common/numbers.cuh"
 #include "mxtile/sm90/convert.cuh"
 #include "nvfp4/nvfp4_operand.cuh"
+#include "quantize/random_codes.cuh"
 #include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::sm90 {
 namespace {
 
-constexpr int kThreads = 256, kTileRows = 64, kTileCols = 64, kPitch = kTileCols + 1;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kDown = 16 * kWarps, kAcross = 64;
 constexpr uint32_t kInfinite = 0x7F800000u;
-constexpr float kLargest = 3.402823466e38f;
+constexpr float kLargest = 3.402823466e38f, kMostCode = 6.0f;
 
 struct Nvfp4Quantize {
   Nvfp4QuantizeArgs to;
-  bool vectors;  // x is bf16 in whole 16 bytes
+  uint32_t* row_amax;
+  uint32_t* col_amax;  // the same where they are the same
+  bool vectors;        // rows start at whole 16 bytes
+  bool only_amax;
+  bool row_words, col_words;  // as do those of results, of which whole vectors are written
 };
+
+struct Nvfp4Smem {
+  float signs[2][32];                       // of transforms: of rows, of columns
+  uint32_t largest[2];                      // of all warps
+  alignas(16) uint8_t scales[64 * kWarps];  // of columns
+  // Of a warp: 16 x 64 numbers, their groups of four turned so that rows and columns meet all
+  // banks. Then the columns of all.
+  alignas(16) float x[kWarps][16 * kAcross];
+  // 16 x 64 times 16 random bits. Last: of those that draw none, there is no room.
+  alignas(16) uint32_t words[kWarps][16 * kAcross / 2];
+};
+
+__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
 
 // Sixteen numbers side by side, of which `count` exist; the others are 0.
 __device__ __forceinline__ void load_block(const Nvfp4Quantize& q, int64_t row, int64_t col,
                                            int count, float (&v)[16]) {
-  const int64_t at = row * q.to.x.row_stride + col;
-  if (count == 16 && q.vectors) {
-    uint4 w[2];
+  const Matrix& x = q.to.x;
+  const int64_t at = row * x.row_stride + col;
+  if (count < 16 || !q.vectors) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = i < count ? load_number(x.data, at + i, x.dtype) : 0.0f;
+  } else if (x.dtype == DType::f32) {
     const auto* const from =
-        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(q.to.x.data) + at);
-    w[0] = __ldg(from), w[1] = __ldg(from + 1);
+        reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 w = __ldg(from + i);
+      v[4 * i] = w.x, v[4 * i + 1] = w.y, v[4 * i + 2] = w.z, v[4 * i + 3] = w.w;
+    }
+  } else {
+    const auto* const from =
+        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x.data) + at);
+    const uint4 w[2] = {__ldg(from), __ldg(from + 1)};
     const uint32_t words[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
+    const bool bf16 = x.dtype == DType::bf16;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      v[2 * i] = __uint_as_float(words[i] << 16);
-      v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+      const float2 two = bf16 ? make_float2(__uint_as_float(words[i] << 16),
+                                            __uint_as_float(words[i] & 0xFFFF0000u))
+                              : __half22float2(as<__half2>(words[i]));
+      v[2 * i] = two.x, v[2 * i + 1] = two.y;
     }
-    return;
   }
-#pragma unroll
-  for (int i = 0; i < 16; ++i)
-    v[i] = i < count ? load_number(q.to.x.data, at + i, q.to.x.dtype) : 0.0f;
 }
 
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
-
-// The largest finite magnitude of x, as bits, to *q.to.amax, which is 0.
-__global__ void __launch_bounds__(kThreads) nvfp4_amax(const Nvfp4Quantize q) {
-  tile::let_dependents_start();
-  tile::await_predecessors();
-  const int64_t blocks = (q.to.x.cols + 15) / 16, all = q.to.x.rows * blocks;
-  uint32_t most = 0;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int64_t row = i / blocks, col = (i - row * blocks) * 16;
-    float v[16];
-    load_block(q, row, col, static_cast<int>(min(int64_t{16}, q.to.x.cols - col)), v);
+// The transform of formats/hadamard.py, rounded to the dtype of x.
+__device__ __forceinline__ void turn(float (&v)[16], const float* signs, DType dtype) {
 #pragma unroll
-    for (const float one : v)
-      if (magnitude(one) < kInfinite) most = max(most, magnitude(one));
+  for (int i = 0; i < 16; ++i) v[i] = __fmul_rn(v[i], signs[i]);  // exact
+#pragma unroll
+  for (int h = 1; h < 16; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (i & h) continue;
+      const float a = v[i], b = v[i + h];
+      v[i] = __fadd_rn(a, b), v[i + h] = __fsub_rn(a, b);
+    }
   }
-  most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % 32 == 0 && most != 0) atomicMax(q.to.amax, most);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = __fmul_rn(v[i], transform_factor(16));
+  if (dtype == DType::bf16) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      const auto two = as<uint32_t>(__floats2bfloat162_rn(v[i], v[i + 1]));
+      v[i] = __uint_as_float(two << 16), v[i + 1] = __uint_as_float(two & 0xFFFF0000u);
+    }
+  } else if (dtype == DType::f16) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      const float2 two = __half22float2(__floats2half2_rn(v[i], v[i + 1]));
+      v[i] = two.x, v[i + 1] = two.y;
+    }
+  }
 }
 
-// A block to its scale, and codes two a byte.
-struct Made {
-  uint32_t scale;
-  uint2 codes;
-};
+// NaN and Inf come on top.
 __device__ __forceinline__ uint32_t largest_of(const float (&v)[16]) {
-  uint32_t largest = 0;
+  float largest = v[0];
 #pragma unroll
-  for (const float one : v) largest = max(largest, magnitude(one));
-  return largest;
+  for (int i = 1; i < 16; ++i) largest = tile::max_magnitude(largest, v[i]);
+  return magnitude(largest);
 }
-__device__ __forceinline__ Made quantize_block(const float (&v)[16], uint32_t largest, float encode,
-                                               float decode) {
-  if (largest >= kInfinite) return {0x7F, {0, 0}};
-  const float wanted = __uint_as_float(largest) * (encode * 0.16666667163372040f);
-  const uint32_t scale = tile::fp8x2<tile::Fp8::e4m3>(wanted, 0.0f) & 0xFF;
-  // E4M3 as fp32, exactly: its bits 120 octaves below.
-  const float stored = __uint_as_float(scale << 20) * 0x1p120f;
-  const float over = fminf(1.0f / (stored * decode), kLargest);
-  uint32_t words[2] = {0, 0};
+// Without these.
+__device__ __forceinline__ uint32_t largest_finite(const float (&v)[16]) {
+  const uint32_t largest = largest_of(v);
+  if (largest < kInfinite) return largest;
+  uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float t = v[i] == 0.0f ? v[i] : v[i] * over;
-    const float a = fminf(fabsf(t), 6.0f);
-    // The step of the result is 0.5 below 2, 1 below 4, then 2: so many octaves e.
-    const uint32_t e = max(__float_as_uint(a), 0x3F800000u) >> 23;
-    const float big = __uint_as_float((e + 22) << 23) * 1.5f;
-    const uint32_t steps = __float_as_uint(a + big) & 7;
-    const uint32_t code = steps + 2 * (e - 127) | (__float_as_uint(t) >> 31) << 3;
-    words[i / 8] |= code << (4 * (i % 8));
-  }
-  return {scale, {words[0], words[1]}};
+  for (const float one : v)
+    if (magnitude(one) < kInfinite) most = max(most, magnitude(one));
+  return most;
 }
 
-// Eight bytes of codes, of which `count` exist.
-__device__ __forceinline__ void store_codes(uint8_t* to, uint2 codes, int count) {
-  if (count == 8 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
-    *reinterpret_cast<uint2*>(to) = codes;
+// What follows from the largest magnitude of a tensor, or of a row of it.
+struct Whole {
+  float encode, decode;
+  __device__ __forceinline__ explicit Whole(const uint32_t* amax) {
+    const uint32_t bits = __ldcg(amax);
+    const float all = bits == 0 ? 1.0f : fminf(2688.0f / __uint_as_float(bits), kLargest);
+    encode = all * 0.16666667163372040f, decode = 1.0f / all;
+  }
+};
+
+// The scale of a block, and by what its elements are multiplied.
+struct Block {
+  uint32_t byte;
+  float scale, over;
+  uint32_t keep;  // of its codes: none of a block with a NaN
+  __device__ __forceinline__ Block(uint32_t largest, const Whole& whole) {
+    byte = tile::fp8x2<tile::Fp8::e4m3>(__uint_as_float(largest) * whole.encode, 0.0f) & 0xFF;
+    // E4M3 as fp32, exactly: its bits 120 octaves below.
+    scale = __uint_as_float(byte << 20) * 0x1p120f;
+    over = fminf(1.0f / (scale * whole.decode), kLargest);
+    keep = ~0u;
+    if (largest >= kInfinite) byte = 0x7F, scale = __uint_as_float(0x7FC00000u), keep = 0;
+  }
+};
+
+// What a number that was scaled draws, as bits whose upper ones are its sign and its code: see
+// random_codes.cuh. `half` picks the random bits of a word.
+__device__ __forceinline__ uint32_t by_chance(float t, uint32_t word, uint32_t half) {
+  const float steps = __fmul_rz(tile::clamp_magnitude(t, kMostCode), kToSteps);
+  return __dp2a_lo(word, half, __float_as_uint(steps));
+}
+constexpr uint32_t half_of(int i) { return i % 2 == 0 ? 0x40u : 0x4000u; }
+
+// A block to 16 codes, in the first two words, or to what they stand for without the scale of the
+// tensor, in bf16. With kRandom, draw(i) has the random bits of element i, in half(i) of a word.
+template <bool kRandom, class Words, class Halves>
+__device__ __forceinline__ void make(uint32_t (&out)[8], const float (&v)[16], const Block& b,
+                                     bool values, Words draw, Halves half) {
+  if (values) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      float two[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float t = __fmul_rn(v[i + j], b.over);
+        if constexpr (kRandom) {
+          const uint32_t bits = by_chance(t, draw(i + j), half(i + j)) & 0xFFC00000u;
+          two[j] = __uint_as_float(bits) * 0x1p126f * b.scale;
+        } else {
+          // A sum with 2^23 steps ends at a step, which is half the binade, and at least 1 / 2.
+          const float a = tile::clamp_magnitude(t, kMostCode);
+          const float m =
+              __uint_as_float(max(__float_as_uint(a) & 0x7F800000u, __float_as_uint(1.0f)));
+          const float sum = __fmaf_rn(m, 0x1.8p22f, a);
+          two[j] = __fmul_rn(__fmaf_rn(m, -0x1.8p22f, sum), b.scale);
+        }
+      }
+      out[i / 2] = as<uint32_t>(__floats2bfloat162_rn(two[0], two[1]));
+    }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (i < count) to[i] = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
-}
-
-__global__ void __launch_bounds__(kThreads) nvfp4_quantize_tile(const Nvfp4Quantize q) {
-  __shared__ float tile_of[kTileRows * kPitch];
-  __shared__ uint32_t square[16];  // the largest of squares of 16 x 16
-  if (threadIdx.x < 16) square[threadIdx.x] = 0;
-  tile::let_dependents_start();
-  tile::await_predecessors();
-  const uint32_t bits = __ldcg(q.to.amax);
-  const float amax = __uint_as_float(bits);
-  const float encode = bits == 0 ? 1.0f : fminf(2688.0f / amax, kLargest), decode = 1.0f / encode;
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *q.to.scale = decode;
-  const int64_t row0 = int64_t{blockIdx.y} * kTileRows, col0 = int64_t{blockIdx.x} * kTileCols;
-  {
-    const int r = static_cast<int>(threadIdx.x) / 4, c = threadIdx.x % 4 * 16;
-    const int64_t row = row0 + r, col = col0 + c;
-    const int count = row < q.to.x.rows ? static_cast<int>(min(int64_t{16}, q.to.x.cols - col)) : 0;
-    float v[16] = {};
-    if (count > 0) load_block(q, row, col, count, v);
-    uint32_t largest = largest_of(v);
-    if (q.to.square) {
-      __syncthreads();
-      atomicMax(square + r / 16 * 4 + c / 16, largest);
-      __syncthreads();
-      largest = square[r / 16 * 4 + c / 16];
-    }
-    if (q.to.col_codes != nullptr) {
+  for (int eight = 0; eight < 2; ++eight) {
+    uint32_t w[8];
+    float t[8];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) tile_of[r * kPitch + c + i] = v[i];
+    for (int i = 0; i < 8; ++i) {
+      const int k = 8 * eight + i;
+      t[i] = __fmul_rn(v[k], b.over);
+      if constexpr (kRandom) {
+        w[i] = by_chance(t[i], draw(k), half(k));
+      } else {
+        w[i] = step_nearest(fminf(fabsf(t[i]), kMostCode) * kToNearest);
+      }
     }
-    if (q.to.row_codes != nullptr && count > 0) {
-      const Made made = quantize_block(v, largest, encode, decode);
-      if (!q.to.square || r % 16 == 0)
-        q.to.row_scales[(q.to.square ? row / 16 : row) * ((q.to.x.cols + 15) / 16) + col / 16] =
-            static_cast<uint8_t>(made.scale);
-      store_codes(q.to.row_codes + row * ((q.to.x.cols + 1) / 2) + col / 2, made.codes,
-                  (count + 1) / 2);
+    if constexpr (kRandom) {
+      out[eight] = nibbles_of_steps(w) & b.keep;
+    } else {
+      out[eight] = nibbles_of(w, t) & b.keep;
     }
   }
-  if (q.to.col_codes == nullptr) return;
-  __syncthreads();
-  const int c = threadIdx.x % kTileCols, r = static_cast<int>(threadIdx.x) / kTileCols * 16;
-  const int64_t row = row0 + r, col = col0 + c;
-  if (col >= q.to.x.cols || row >= q.to.x.rows) return;
-  float v[16];
+}
+
+// n bytes of words, of which all exist where rows are vectors.
+template <int kWords>
+__device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, bool vectors) {
+  if (n == 4 * kWords && vectors) {
+    if constexpr (kWords == 2) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+    } else {
+      reinterpret_cast<uint4*>(to)[0] = make_uint4(w[0], w[1], w[2], w[3]);
+      reinterpret_cast<uint4*>(to)[1] = make_uint4(w[4], w[5], w[6], w[7]);
+    }
+    return;
+  }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = tile_of[(r + i) * kPitch + c];
-  const Made made =
-      quantize_block(v, q.to.square ? square[r / 16 * 4 + c / 16] : largest_of(v), encode, decode);
-  const int count = static_cast<int>(min(int64_t{16}, q.to.x.rows - row));
-  if (!q.to.square || c % 16 == 0)
-    q.to.col_scales[(q.to.square ? col / 16 : col) * ((q.to.x.rows + 15) / 16) + row / 16] =
-        static_cast<uint8_t>(made.scale);
-  store_codes(q.to.col_codes + col * ((q.to.x.rows + 1) / 2) + row / 2, made.codes,
-              (count + 1) / 2);
+  for (int i = 0; i < 4 * kWords; ++i)
+    if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
+}
+
+__global__ void __launch_bounds__(kThreads, 3)
+    nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
+  extern __shared__ __align__(16) uint8_t room[];
+  Nvfp4Smem& s = *reinterpret_cast<Nvfp4Smem*>(room);
+  const Nvfp4Side &row_to = q.to.row, &col_to = q.to.col;
+  const bool to_rows = row_to.codes != nullptr, to_cols = col_to.codes != nullptr;
+  const bool square = q.to.square;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x < 64) {
+    const int64_t signs = threadIdx.x < 32 ? row_to.signs : col_to.signs;
+    s.signs[threadIdx.x / 32][lane] = signs >> lane & 1 ? -1.0f : 1.0f;
+    if (threadIdx.x < 2) s.largest[threadIdx.x] = 0;
+  }
+  __syncthreads();
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  // NOTE: codes begin where magnitudes ended, with what L2 still has.
+  const int64_t tile_at = q.only_amax ? int64_t{blockIdx.x} : int64_t{gridDim.x} - 1 - blockIdx.x;
+  const int64_t tiles = (q.to.x.cols + kAcross - 1) / kAcross;
+  const int64_t row0 = tile_at / tiles * kDown + 16 * warp, col0 = tile_at % tiles * kAcross;
+  const int64_t rows = q.to.x.rows, cols = q.to.x.cols;
+  const int64_t row_blocks = (cols + 15) / 16, col_blocks = (rows + 15) / 16;
+  // Whether columns are those of the numbers, of which rows told the largest.
+  const bool looks_at_cols = to_cols && (!q.only_amax || q.col_amax != q.row_amax || !to_rows);
+
+  // ------------------------------------------------------------------------------------- rows
+  const int r = lane / 4, c = lane % 4 * 16;
+  const int64_t col = col0 + c;
+  float* const x = s.x[warp];
+  {
+    float v[2][16];
+    int count[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int64_t row = row0 + r + 8 * b;
+      count[b] = row < rows ? static_cast<int>(max(int64_t{0}, min(int64_t{16}, cols - col))) : 0;
+      load_block(q, row, col, count[b], v[b]);
+    }
+    if (looks_at_cols) {
+      // Groups of four go to 4c + (j ^ turned).
+      const int turned = (lane % 4 / 2 * 2) ^ (r & 1);
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        float4* const to = reinterpret_cast<float4*>(x + (r + 8 * b) * kAcross + c);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          to[j ^ turned] =
+              make_float4(v[b][4 * j], v[b][4 * j + 1], v[b][4 * j + 2], v[b][4 * j + 3]);
+      }
+    }
+    uint32_t largest[2] = {0, 0};
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      if (to_rows && row_to.transforms && count[b] == 16)
+        turn(v[b], s.signs[0] + c % 32, q.to.x.dtype);
+      if (to_rows) largest[b] = q.only_amax ? largest_finite(v[b]) : largest_of(v[b]);
+    }
+    if (q.only_amax) {
+      if (to_rows && row_to.scale_rows) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          largest[b] = max(largest[b], __shfl_xor_sync(~0u, largest[b], 1));
+          largest[b] = max(largest[b], __shfl_xor_sync(~0u, largest[b], 2));
+          if (lane % 4 == 0 && largest[b] != 0)
+            atomicMax(q.row_amax + row0 + r + 8 * b, largest[b]);
+        }
+      } else if (to_rows) {
+        const uint32_t most = __reduce_max_sync(~0u, max(largest[0], largest[1]));
+        if (lane == 0) atomicMax(&s.largest[0], most);
+      }
+    } else {
+      if (square) {
+        uint32_t most = max(largest[0], largest[1]);
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2)
+          most = max(most, __shfl_xor_sync(~0u, most, other));
+        largest[0] = largest[1] = most;
+      }
+      const bool random = q.to.seed != nullptr;
+      const uint2 key = random ? key_of(q.to.seed) : make_uint2(0, 0);
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int64_t row = row0 + r + 8 * b;
+        uint4 drawn[2][1];
+        if (random) {
+          const auto at = static_cast<uint32_t>(q.to.first + row);
+          draw(drawn[0], at, col, key);
+          draw(drawn[1], at, col + 8, key);
+          if (to_cols) {
+            uint4* const to = reinterpret_cast<uint4*>(s.words[warp] + (r + 8 * b) * 32 + c / 2);
+            to[r & 1] = drawn[0][0], to[~r & 1] = drawn[1][0];
+          }
+        }
+        if (!to_rows || count[b] == 0) continue;
+        const Whole whole(q.row_amax + (row_to.scale_rows ? row : 0));
+        const Block block(largest[b], whole);
+        uint32_t out[8];
+        const bool values = row_to.scales == nullptr;
+        if (random) {
+          const uint32_t words[8] = {drawn[0][0].x, drawn[0][0].y, drawn[0][0].z, drawn[0][0].w,
+                                     drawn[1][0].x, drawn[1][0].y, drawn[1][0].z, drawn[1][0].w};
+          make<true>(
+              out, v[b], block, values, [&](int i) { return words[i / 2]; },
+              [](int i) { return half_of(i); });
+        } else {
+          make<false>(out, v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
+        }
+        uint8_t* const to = row_to.codes + row * (values ? 2 * cols : (cols + 1) / 2);
+        if (values) {
+          put<8>(to + 2 * col, out, 2 * count[b], q.row_words);
+        } else {
+          put<2>(to + col / 2, out, (count[b] + 1) / 2, q.row_words);
+          if (!square || row % 16 == 0)
+            row_to.scales[(square ? row / 16 : row) * row_blocks + col / 16] =
+                static_cast<uint8_t>(block.byte);
+        }
+        if (col == 0 && (row_to.scale_rows || row == 0))
+          row_to.scale[row_to.scale_rows ? row : 0] = whole.decode;
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------------------------- columns
+  if (looks_at_cols) {
+    __syncwarp();
+    const int two = lane;  // columns 2 * two and the one after it
+    const int64_t first = col0 + 2 * two;
+    float v[2][16];
+    {
+      const float2* const from = reinterpret_cast<const float2*>(x);
+      const int group = two / 2 ^ (two / 16 * 2), half = two % 2;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float2 pair = from[i * (kAcross / 2) + 2 * (group ^ (i & 1)) + half];
+        v[0][i] = pair.x, v[1][i] = pair.y;
+      }
+    }
+    uint32_t largest[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      if (col_to.transforms && row0 + 16 <= rows) turn(v[b], s.signs[1] + row0 % 32, q.to.x.dtype);
+      largest[b] = q.only_amax ? largest_finite(v[b]) : largest_of(v[b]);
+    }
+    if (q.only_amax) {
+      if (col_to.scale_rows) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b)
+          if (largest[b] != 0) atomicMax(q.col_amax + first + b, largest[b]);
+      } else {
+        const uint32_t most = __reduce_max_sync(~0u, max(largest[0], largest[1]));
+        if (lane == 0) atomicMax(&s.largest[1], most);
+      }
+    } else {
+      if (square) {
+        uint32_t most = max(largest[0], largest[1]);
+#pragma unroll
+        for (int other = 1; other < 8; other *= 2)
+          most = max(most, __shfl_xor_sync(~0u, most, other));
+        largest[0] = largest[1] = most;
+      }
+      const bool values = col_to.scales == nullptr;
+      uint32_t out[2][8];
+      uint8_t byte[2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int64_t mine = min(first + b, cols - 1);
+        const Whole whole(q.col_amax + (col_to.scale_rows ? mine : 0));
+        const Block block(largest[b], whole);
+        if (q.to.seed != nullptr) {
+          const uint32_t* const words = s.words[warp] + two % 4;
+          make<true>(
+              out[b], v[b], block, values,
+              [&](int i) { return words[i * 32 + 4 * (two / 4 ^ (i & 1))]; },
+              [&](int) { return half_of(b); });
+        } else {
+          make<false>(out[b], v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
+        }
+        byte[b] = static_cast<uint8_t>(block.byte);
+        s.scales[(2 * two + b) * kWarps + warp] = byte[b];
+        if (row0 == 0 && first + b < cols && (col_to.scale_rows || first + b == 0))
+          col_to.scale[col_to.scale_rows ? mine : 0] = whole.decode;
+      }
+      if (values || col_to.k_first) {
+        // As x lies.
+        if (first >= cols) return;
+        const bool both = first + 1 < cols;
+        if (!values && row0 < rows && !(square && first % 16 != 0)) {
+          uint8_t* const to = col_to.scales + row0 / 16 * (square ? row_blocks : cols);
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+            if (b == 0 || (both && !square)) to[square ? first / 16 : first + b] = byte[b];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if (row0 + i >= rows) continue;
+          const int64_t at = (row0 + i) * cols + first;
+          if (values) {
+            const uint32_t pair =
+                __byte_perm(out[0][i / 2], out[1][i / 2], i % 2 ? 0x7632 : 0x5410);
+            auto* const to = reinterpret_cast<uint16_t*>(col_to.codes) + at;
+            if (q.col_words) {
+              *reinterpret_cast<uint32_t*>(to) = pair;
+            } else {
+              to[0] = static_cast<uint16_t>(pair);
+              if (both) to[1] = static_cast<uint16_t>(pair >> 16);
+            }
+          } else {
+            const uint32_t low = out[0][i / 8] >> (4 * (i % 8)) & 15;
+            const uint32_t high = out[1][i / 8] >> (4 * (i % 8)) & 15;
+            if (q.col_words) {
+              *reinterpret_cast<uint16_t*>(col_to.codes + at) =
+                  static_cast<uint16_t>(low | high << 8);
+            } else {
+              col_to.codes[at] = static_cast<uint8_t>(low);
+              if (both) col_to.codes[at + 1] = static_cast<uint8_t>(high);
+            }
+          }
+        }
+        return;
+      }
+      __syncthreads();  // nobody reads x any more
+      // Columns of codes, 64 bytes each.
+      uint8_t* const all = reinterpret_cast<uint8_t*>(s.x);
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        uint8_t* const to = all + two * 128 + 16 * (4 * b + warp / 2 ^ (two & 7));
+        *reinterpret_cast<uint2*>(to + warp % 2 * 8) = make_uint2(out[b][0], out[b][1]);
+      }
+      __syncthreads();
+      const int64_t down = tile_at / tiles * kDown, ld = (rows + 1) / 2;
+      {
+        const int at = static_cast<int>(threadIdx.x) / 4, part = threadIdx.x % 4;
+        const uint8_t* const from = all + at / 2 * 128 + 16 * (4 * (at % 2) + part ^ (at / 2 & 7));
+        uint8_t* const to = col_to.codes + (col0 + at) * ld + down / 2 + 16 * part;
+        const auto left = static_cast<int>(min(int64_t{16}, ld - down / 2 - 16 * part));
+        if (col0 + at < cols && q.col_words && left == 16) {
+          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+        } else if (col0 + at < cols) {
+#pragma unroll 1
+          for (int j = 0; j < left; ++j) to[j] = from[j];
+        }
+      }
+      if (threadIdx.x < kAcross && col0 + threadIdx.x < cols &&
+          !(square && threadIdx.x % 16 != 0)) {
+        const int64_t mine = col0 + threadIdx.x, start = down / 16;
+        uint8_t* const to = col_to.scales + (square ? mine / 16 : mine) * col_blocks + start;
+        const uint8_t* const from = s.scales + threadIdx.x * kWarps;
+        if (col_blocks % kWarps == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+          *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+        } else {
+          for (int64_t j = 0; j < min(int64_t{kWarps}, col_blocks - start); ++j) to[j] = from[j];
+        }
+      }
+    }
+  }
+  if (!q.only_amax) return;
+  __syncthreads();
+  // Most are not larger than what is there.
+  if (threadIdx.x < 2) {
+    uint32_t* const amax = threadIdx.x == 0 ? q.row_amax : q.col_amax;
+    const uint32_t mine = s.largest[threadIdx.x];
+    if (mine > __ldcg(amax)) atomicMax(amax, mine);
+  }
+}
+
+constexpr bool is_wanted(const Nvfp4Side& side) { return side.codes != nullptr; }
+// Whether rows start at whole so many bytes.
+bool starts_at(const void* at, int64_t row_bytes, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(at) % static_cast<uintptr_t>(bytes) == 0 &&
+         row_bytes % bytes == 0;
 }
 
 }  // namespace
 
 Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
   const Matrix& x = a.x;
-  if (x.data == nullptr || x.rows < 1 || x.cols < 1 || !known(x.dtype) || a.amax == nullptr ||
-      a.scale == nullptr || (a.row_codes == nullptr) != (a.row_scales == nullptr) ||
-      (a.col_codes == nullptr) != (a.col_scales == nullptr))
+  if (x.data == nullptr || x.rows < 1 || x.cols < 1 || !known(x.dtype) || a.amax == nullptr)
     return Status::bad_argument;
-  const int64_t across = (x.cols + kTileCols - 1) / kTileCols,
-                down = (x.rows + kTileRows - 1) / kTileRows;
-  if (x.col_stride != 1 || across > INT32_MAX || down > 65535) return Status::unsupported;
-  const int sms = current_device().sms;
-  if (sms == 0) return Status::unsupported;
-  const bool whole = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.row_stride % 8 == 0;
-  const Nvfp4Quantize q{a, x.dtype == DType::bf16 && whole};
+  for (const Nvfp4Side* side : {&a.row, &a.col})
+    if (is_wanted(*side) && side->scale == nullptr) return Status::bad_argument;
+  if (!is_wanted(a.row) && !is_wanted(a.col)) return Status::bad_argument;
+  const int64_t tiles = (x.cols + kAcross - 1) / kAcross * ((x.rows + kDown - 1) / kDown);
+  if (x.col_stride != 1 || tiles > INT32_MAX) return Status::unsupported;
+  const int64_t of_rows = a.row.scale_rows ? x.rows : 1, of_cols = a.col.scale_rows ? x.cols : 1;
+  const auto plain = [](const Nvfp4Side& side) { return !side.transforms && !side.scale_rows; };
+  const bool alike = plain(a.row) && plain(a.col);
+  const int64_t bytes = x.dtype == DType::f32 ? 4 : 2;
+  Nvfp4Quantize q{a,
+                  a.amax,
+                  alike ? a.amax : a.amax + of_rows,
+                  starts_at(x.data, x.row_stride * bytes, 16),
+                  true,
+                  a.row.scales == nullptr ? starts_at(a.row.codes, 2 * x.cols, 16)
+                                          : starts_at(a.row.codes, (x.cols + 1) / 2, 8),
+                  a.col.scales == nullptr ? starts_at(a.col.codes, 2 * x.cols, 4)
+                  : a.col.k_first         ? starts_at(a.col.codes, x.cols, 2)
+                                          : starts_at(a.col.codes, (x.rows + 1) / 2, 16)};
   const auto stream = static_cast<cudaStream_t>(a.execution.stream);
-  const cudaError_t cleared = cudaMemsetAsync(a.amax, 0, 4, stream);
-  if (cleared != cudaSuccess) return started(cleared);
-  const Status status =
-      launch_early(nvfp4_amax, {dim3(static_cast<unsigned>(4 * sms)), dim3(kThreads), stream}, q);
+  Status status =
+      started(cudaMemsetAsync(a.amax, 0, static_cast<size_t>(4 * (of_rows + of_cols)), stream));
   if (status != Status::ok) return status;
-  const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(down));
-  return launch_early(nvfp4_quantize_tile, {grid, dim3(kThreads), stream}, q);
+  const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
+  status = started(
+      cudaFuncSetAttribute(nvfp4_quantize_tile, cudaFuncAttributeMaxDynamicSharedMemorySize, all));
+  if (status != Status::ok) return status;
+  Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, all - words};
+  status = launch_early(nvfp4_quantize_tile, at, q);
+  if (status != Status::ok) return status;
+  q.only_amax = false;
+  if (a.seed != nullptr) at.smem = all;
+  return launch_early(nvfp4_quantize_tile, at, q);
 }
 
 }  // namespace te_mx::sm90

@@ -70,8 +70,17 @@ def matmul(lhs: Operand, rhs: Operand) -> Tensor:
     sums = _matmul(lhs, rhs)
     if lhs.tensor_scale is None and rhs.tensor_scale is None:
         return sums
-    of_lhs, of_rhs = (sums.new_ones(()) if s is None else s for s in (lhs[6], rhs[6]))
-    return sums * (of_lhs * of_rhs.t())
+    return sums * whole_of(lhs, rhs)
+
+
+def whole_of(lhs: Operand, rhs: Operand) -> Tensor:
+    """What multiplies their sums: the tensor scales that there are, of which at least one is."""
+    of_lhs, of_rhs = lhs.tensor_scale, rhs.tensor_scale
+    if of_lhs is None or of_rhs is None:
+        made = of_lhs if of_rhs is None else of_rhs.t()
+        assert made is not None
+        return made
+    return of_lhs * of_rhs.t()
 
 
 def _matmul(lhs: Operand, rhs: Operand) -> Tensor:

@@ -1,5 +1,6 @@
-"""NVFP4 weights that stand still on Hopper: inputs as they are times codes times block scales,
-which are exact in 16 bits, from the one copy of 0.5625 bytes a weight; and its values."""
+"""NVFP4 on Hopper. Weights that stand still: inputs as they are times codes times block scales,
+which are exact in 16 bits, from the one copy of 0.5625 bytes a weight. Training: quantizers, which
+write what is multiplied at once as these values, and products of them by cuBLAS."""
 
 from __future__ import annotations
 
@@ -9,23 +10,34 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from te_mx.backends.base import FLOAT_DTYPES, why_not_dtype
+from te_mx.backends.base import FLOAT_DTYPES, pointer, typed_address, why_not_dtype
+from te_mx.backends.native import MX, NVFP4, unknown
+from te_mx.backends.reference.gemm import finish, whole_of
 from te_mx.backends.reference.grouped import QuantizeWeightsReference
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.layouts.nvfp4 import FORMATS, ROWS, SM90_NVFP4
-from te_mx.dispatch.calls import Quantize
+from te_mx.backends.sm90.layouts.nvfp4 import FORMATS, ROWS, SM90_NVFP4, SM90_VALUES
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Epilogue, Quantize, Ran
+from te_mx.dispatch.calls import Product as Multiply
 from te_mx.dispatch.fused import ACT_IDS
-from te_mx.dispatch.kernels import Kernel
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import FROZEN_ROWS, MOST, Problem
 from te_mx.dispatch.registry import register
-from te_mx.layouts import Layout
+from te_mx.formats.scaling import split_rule
+from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 PRODUCT = "sm90_nvfp4"
 _NARROW = torch.bfloat16, torch.float16
+_VALUES = tuple(layout.name for layout in SM90_VALUES)  # of rows and of columns
+
+
+def _tall(spec: str) -> bool:
+    """Whether blocks are 16 x 16."""
+    return spec_of(spec).format.scaling.block[0] > 1
 
 
 class _Sized:
@@ -37,19 +49,20 @@ class _Sized:
         self.native, self.index, self.sizes = binding.native(), p.place.index, (m, n, k)
         self.record = self.native.Nvfp4Args(m=m, n=n, k=k, device=self.index)
 
-    def of(self, weight: Operand | Stack) -> tuple[Any, Tensor]:
+    def of(self, weight: Operand | Stack) -> tuple[Any, Tensor | None]:
         """The record of a call on a weight, and the scale that must live until it is enqueued."""
         whole = weight.tensor_scale
-        assert whole is not None
-        whole = whole.contiguous()
         args = self.record.copy(
-            w=weight.codes.data_ptr(), w_scales=weight.scales.data_ptr(), scale=whole.data_ptr(),
-            scale_rows=whole.dim() >= 2, stream=binding.stream(self.index),
+            w=weight.codes.data_ptr(), w_scales=weight.scales.data_ptr(),
+            stream=binding.stream(self.index),
         )  # fmt: skip
+        if whole is not None:
+            whole = whole.contiguous()
+            args.scale, args.scale_rows = whole.data_ptr(), whole.dim() >= 2
         return args, whole
 
 
-class Products(_Sized):
+class FrozenProducts(_Sized):
     def __init__(self, p: Problem) -> None:
         super().__init__(p, p.m, p.n, p.k)
 
@@ -81,7 +94,7 @@ class Product(FrozenKernel):
     """bfloat16 or float16 as it is; up to 64 rows, or in groups, each has the same bits whatever
     rows are beside it."""
 
-    name, planner = PRODUCT, Products
+    name, planner = PRODUCT, FrozenProducts
     as_it_lies = True
 
     def accepts(self, problem: Problem) -> str | None:
@@ -108,37 +121,131 @@ class Product(FrozenKernel):
 
 
 class Values(_Sized):
+    """Without a tensor scale: codes times block scales."""
+
     def __init__(self, p: Problem) -> None:
         super().__init__(p, 0, p.m, p.n)
-        self.record.ldo = p.n
+        self.record.ldo, self.record.square = p.n, _tall(p.lhs)
+        layout = spec_of(p.lhs).layout
+        self.plain, self.record.k_first = layout is not SM90_NVFP4, layout.k_first
 
     def __call__(
         self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor | None:
-        if dtype == torch.float32:  # exactly what bfloat16 holds, times the tensor scale
+        if dtype == torch.float32 and not self.plain:  # exactly what bfloat16 holds, times that
             whole = operand.tensor_scale
-            assert whole is not None
-            bare = self(operand._replace(tensor_scale=torch.ones_like(whole)), torch.bfloat16)
-            return None if bare is None else torch.mul(bare.float(), whole, out=into)
+            bare = self(operand._replace(tensor_scale=None), torch.bfloat16)
+            if bare is None or whole is None:
+                return None if bare is None else bare.float()
+            return torch.mul(bare.float(), whole, out=into)
         _, n, k = self.sizes
-        out = into
+        k_first = operand.layout.k_first
+        out = None if k_first else into
         if out is None:
-            out = torch.empty((n, k), dtype=dtype, device=operand.codes.device)
+            shape = (k, n) if k_first else (n, k)
+            out = torch.empty(shape, dtype=dtype, device=operand.codes.device)
         args, _alive = self.of(operand)
         args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
-        return out if binding.supported(self.native.nvfp4_to_values(args)) else None
+        run_it = self.native.nvfp4_from_rows if self.plain else self.native.nvfp4_to_values
+        if not binding.supported(run_it(args)):
+            return None
+        return out.t() if k_first else out
 
 
 class Dequantize(Kernel):
-    """The values of such a weight."""
+    """The values of such a weight, and of plain codes."""
 
     op, name, planner = "dequantize", PRODUCT, Values
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, SM90_NVFP4.name, formats=FORMATS)
+        reason = why_not(problem, SM90_NVFP4.name, "rows", "cols", formats=NVFP4)
         if reason is None and problem.lhs.endswith("@any"):
-            reason = f"takes the layout {SM90_NVFP4.name}"
+            reason = f"takes the layouts {SM90_NVFP4.name}, rows and cols"
         return reason or why_not_dtype(problem, "gives")
+
+
+class Convert(Kernel):
+    """Plain codes to values that lie as they do."""
+
+    op, name = "convert", PRODUCT
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(rhs=""), "rows", "cols", formats=NVFP4)
+        layouts = [spec_of(spec).layout for spec in (problem.lhs, problem.rhs)]
+        if reason is None and layouts[1] is not SM90_VALUES[layouts[0].k_first]:
+            reason = f"makes {_VALUES[0]} of rows, and {_VALUES[1]} of cols"
+        return reason
+
+    def make_plan(self, problem: Problem) -> Any:
+        values = Values(problem)
+
+        def convert(operand: Operand, spec: str) -> Operand | None:
+            made = values(operand._replace(tensor_scale=None), torch.bfloat16)
+            if made is None:
+                return None
+            codes = (made.t() if operand.layout.k_first else made).view(torch.uint8)
+            none = operand.scales.new_empty(0)
+            return operand._replace(codes=codes, scales=none, spec=spec, packed=None)
+
+        return convert
+
+
+class Products:
+    """Products by cuBLAS, with fp32 sums, of what bf16 holds of both sides, codes times block
+    scales; a kernel brings tensor scales and bias to the sums."""
+
+    def __init__(self, p: Problem) -> None:
+        self.native, self.index = binding.native(), p.place.index
+        self.record = self.native.Nvfp4FinishArgs(m=p.m, n=p.n, device=self.index)
+
+    def __call__(self, p: Multiply) -> Ran:
+        lhs, rhs, epilogue, out = p.lhs, p.rhs, p.epilogue, p.out
+        sums = torch.mm(_values(lhs), _values(rhs).t(), out_dtype=torch.float32)
+        bias = epilogue.bias
+        if out.is_contiguous() and epilogue._replace(bias=None, accumulate=False) == Epilogue():
+            args = self.record.copy(
+                sums=sums.data_ptr(), out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype],
+                accumulate=epilogue.accumulate, stream=binding.stream(self.index),
+            )  # fmt: skip
+            for side, whole in (("lhs", lhs.tensor_scale), ("rhs", rhs.tensor_scale)):
+                if whole is not None:
+                    setattr(args, f"of_{side}", whole.data_ptr())
+                    setattr(args, f"{side}_rows", whole.dim() >= 2)
+            if bias is not None:
+                bias = bias.contiguous()
+                args.bias, args.bias_dtype = typed_address(bias)
+            if binding.supported(self.native.nvfp4_finish(args)):
+                return Ran(PRODUCT, None)
+        of_operand = lhs.values().sum(1) if epilogue.bias_grad == "operand" else None
+        sums *= whole_of(lhs, rhs)
+        return Ran(PRODUCT, finish(sums, of_operand, epilogue, out, p.aux))
+
+
+def _values(side: Operand) -> Tensor:
+    if side.layout in SM90_VALUES:
+        return side.unscaled(torch.bfloat16)
+    return run.dequantize(side._replace(tensor_scale=None), torch.bfloat16)
+
+
+class Gemm(Kernel):
+    """Both sides as bf16, which holds codes times block scales: of NVFP4, and of MX beside it."""
+
+    op, name, planner = "gemm", PRODUCT, Products
+
+    def accepts(self, problem: Problem) -> str | None:
+        layouts = "rows", "cols", SM90_NVFP4.name, *_VALUES
+        reason = why_not(problem._replace(rule="rceil"), *layouts, formats=(*MX, *NVFP4))
+        sides = [spec_of(spec).format for spec in (problem.lhs, problem.rhs)]
+        if reason is None and not any(fmt.tensor_scaled for fmt in sides):
+            reason = "multiplies formats with a tensor scale, and what is beside them"
+        return reason
+
+    def wants(self, problem: Problem) -> Wants:
+        # Columns of inputs wait for backward, as codes. Those of weights have square blocks.
+        return Wants(_VALUES[0], _VALUES[1], "" if _tall(problem.rhs) else "rows")
+
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
 
 
 class Rest(ReferenceRest):
@@ -164,51 +271,73 @@ class Rest(ReferenceRest):
 
 
 class Quantizer:
-    """Matrices of one size, and the transpose of each, from one read."""
+    """Matrices of one size, rows and columns from one read."""
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index, self.problem = binding.native(), p.place.index, p
+        fields: dict[str, Any] = {"square": _tall(p.lhs or p.rhs)}
+        words = 0
+        for side, spec, rows in (("row", p.lhs, p.m), ("col", p.rhs, p.n)):
+            fmt = spec_of(spec).format if spec else None
+            by_rows = fmt is not None and fmt.tensor_scale_shape(1) != ()
+            words += rows if by_rows else 1
+            fields[f"{side}_scale_rows"] = by_rows
+            if fmt is not None and fmt.transform is not None:
+                fields[f"{side}_transforms"] = True
+                fields[f"{side}_signs"] = fmt.transform.signs
+        self.words = words
         self.record = self.native.Nvfp4QuantizeArgs(
-            x_rows=p.m, x_cols=p.n, x_dtype=FLOAT_DTYPES[p.dtype], device=self.index,
-            square=FORMATS[1] in p.lhs + p.rhs,
-        )  # fmt: skip
+            x_rows=p.m, x_cols=p.n, x_dtype=FLOAT_DTYPES[p.dtype], device=self.index, **fields
+        )
 
     def __call__(self, what: Quantize) -> Quantized | None:
         x, m, n = what.x, self.problem.m, self.problem.n
         if x.stride(1) != 1:
             x = x.contiguous()
-        scale, amax = x.new_empty((), dtype=torch.float32), x.new_empty(1, dtype=torch.int32)
+        amax = x.new_empty(self.words, dtype=torch.int32)
         args = self.record.copy(
-            x_data=x.data_ptr(), x_row_stride=x.stride(0), scale=scale.data_ptr(),
-            amax=amax.data_ptr(), stream=binding.stream(self.index),
+            x_data=x.data_ptr(), x_row_stride=x.stride(0), seed=pointer(what.seed),
+            first=what.first, amax=amax.data_ptr(), stream=binding.stream(self.index),
         )  # fmt: skip
-        row = col = None
-        if what.row:
-            row = binding.empty_operand(what.row, m, n, x.device)._replace(tensor_scale=scale)
-            args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
-        if what.col:
-            col = binding.empty_operand(what.col, n, m, x.device)._replace(tensor_scale=scale)
-            args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
+        made: dict[str, Operand] = {}
+        for side, spec, rows, k in (("row", what.row, m, n), ("col", what.col, n, m)):
+            if not spec:
+                continue
+            fmt, layout = spec_of(spec)
+            parts = layout.empty(fmt, rows, k, x.device)
+            scale = x.new_empty(fmt.tensor_scale_shape(rows), dtype=torch.float32)
+            made[side] = Operand(*parts, spec, rows, k, None, scale)
+            setattr(args, f"{side}_codes", parts[0].data_ptr())
+            setattr(args, f"{side}_scales", 0 if layout in SM90_VALUES else parts[1].data_ptr())
+            setattr(args, f"{side}_scale", scale.data_ptr())
+            setattr(args, f"{side}_k_first", layout.k_first)
         if not binding.supported(self.native.nvfp4_quantize(args)):
             return None
         sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
-        return Quantized(row, col, sums)
+        return Quantized(made.get("row"), made.get("col"), sums)
 
 
 class HopperNvfp4(Kernel):
-    """By the rule of Transformer Engine, to rows."""
+    """By the rule of Transformer Engine, also with stochastic rounding and after transforms of 16:
+    to rows, or to what codes and block scales stand for."""
 
     op, name, planner = "quantize", PRODUCT, Quantizer
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(rule="rceil"), "rows", formats=FORMATS)
-        specs = {spec for spec in (problem.lhs, problem.rhs) if spec}
-        if reason is None and len(specs) > 1:
-            reason = "takes one format for both directions"
-        if reason is None and problem.rule != "te":
+        layouts = "rows", "cols", *_VALUES
+        untold = problem._replace(rule="rceil")
+        reason = why_not(untold._replace(lhs="", rhs="")) or unknown(untold, layouts, NVFP4, True)
+        specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
+        if reason is None and len(set(map(_tall, specs))) > 1:
+            reason = "takes blocks of one shape for both directions"
+        transforms = [spec_of(spec).format.transform for spec in specs]
+        if reason is None and any(one is not None and one.size != 16 for one in transforms):
+            reason = "transforms 16 elements at a time"
+        if reason is None and split_rule(problem.rule)[0] != "te":
             reason = f"knows the scale rule te, not {problem.rule}"
-        if reason is None and "@any" in problem.lhs + problem.rhs:
-            reason = "takes the layout rows"
+        wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(_VALUES[0])
+        if reason is None and (wrong or "@any" in problem.lhs + problem.rhs):
+            reason = f"writes rows and {_VALUES[0]}, of columns rows, cols and {_VALUES[1]}"
         return reason or why_not_dtype(problem)
 
 
@@ -224,5 +353,7 @@ class HopperNvfp4Weights(QuantizeWeightsReference):
 register(HopperNvfp4())
 register(HopperNvfp4Weights())
 register(Product())
+register(Gemm())
 register(Dequantize())
+register(Convert())
 register(Rest())

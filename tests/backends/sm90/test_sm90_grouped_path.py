@@ -55,8 +55,13 @@ CASES = {
 }  # fmt: skip
 
 
+# Of NVFP4 the reference would multiply what one layer has, in forms of Hopper alone, and the CPU
+# what groups have, with other sums.
+DESCRIBED = CASES | {"recipe": st.sampled_from(sorted(RECIPES.keys() - {"nvfp4"}))}
+
+
 @pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # of the reference
-@given(**CASES)
+@given(**DESCRIBED)
 @settings(max_examples=20)
 def test_described_layers_equal_a_loop(hopper_forms, **case) -> None:
     check_layer(**case)

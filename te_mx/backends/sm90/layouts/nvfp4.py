@@ -1,5 +1,5 @@
-"""NVFP4 weights that stand still as the tensor cores of Hopper take them, in plain torch: the bytes
-of csrc/include/te_mx/sm90_nvfp4.h."""
+"""NVFP4 on Hopper, in plain torch: weights that stand still as its tensor cores take them, the
+bytes of csrc/include/te_mx/sm90_nvfp4.h; and what is multiplied at once, as what it stands for."""
 
 from __future__ import annotations
 
@@ -69,4 +69,33 @@ class SM90Nvfp4(Layout):
         return fmt.pack(c), s.contiguous()
 
 
+class SM90Values(Layout):
+    """Codes times block scales, which bf16 holds exactly: bf16 [rows, k] as bytes, or [k, rows] of
+    columns, as the matrix lies. Of what cuBLAS multiplies as soon as it was quantized."""
+
+    exact, refused = False, "formats without a tensor scale"
+
+    def __init__(self, name: str, k_first: bool) -> None:
+        self.name, self.k_first = name, k_first
+
+    def takes(self, fmt: Format) -> bool:
+        return fmt.tensor_scaled
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        return (k, 2 * rows) if self.k_first else (rows, 2 * k), (0,)
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        made = fmt.dequantize(codes, scales, k, torch.bfloat16)
+        # NOTE: contiguous() leaves strides that say nothing, which no other dtype has a view of.
+        made = (made.t() if self.k_first else made).clone(memory_format=torch.contiguous_format)
+        return made.view(torch.uint8), scales.new_empty(0)
+
+    def values(
+        self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
+    ) -> Tensor:
+        made = codes.view(torch.bfloat16).to(dtype)
+        return made.t() if self.k_first else made
+
+
+SM90_VALUES = SM90Values("sm90_bf16", False), SM90Values("sm90_bf16_cols", True)
 SM90_NVFP4 = SM90Nvfp4()
