@@ -150,9 +150,10 @@ def launch(
     nothing: dict[str, int] = {}
     sides = [(row is not None, col is not None, width, warps, nothing)]
     turned, plain = what.col.endswith("@rows"), "STEP" not in step and not words.get("RANDOM")
-    if row and turned and plain and family == "mx" and fmt.element.bits == 4:
+    if row and turned and plain and fmt.element.bits == 4:
         # Eight codes of a word lie in one thread: each direction has tiles of its own for that.
-        sides = [(True, False, 128, 2, nothing), (False, True, 128, 1, {"VECTOR": 4})]
+        width, vector = (128, 4) if family == "mx" else (64, 2)
+        sides = [(True, False, width, 2, nothing), (False, True, width, 1, {"VECTOR": vector})]
     for by_row, by_col, across, warps, more in sides:
         kernel[cdiv(cols, across), cdiv(rows, height)](
             **words, **more, ROW=by_row, COL=by_col, TURNED=turned, R=height, C=across,

@@ -183,9 +183,10 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
         return [_made(f"quantize {fmt}", target, family, words, pointers, kind)]
     words["TO"] = nvfp4.tl.bfloat16
     pointers |= {"row_amax": "*i32", "col_amax": "*i32", "row_whole": "*fp32", "col_whole": "*fp32"}
+    plain = words | {"ROW": False, "RANDOM": False, "COL_SIZE": 0, "VECTOR": 2, "num_warps": 1}
     return [
-        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), words, pointers, kind)
-        for kernel in ("quantize_nvfp4", "amax")
+        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), one, pointers, kind)
+        for kernel, one in (("quantize_nvfp4", words), ("quantize_nvfp4", plain), ("amax", words))
     ]
 
 

@@ -78,7 +78,7 @@ def store_codes(
 
 
 @triton.jit
-def _store_words(
+def store_words(
     to, words, first_row, first, rows, k, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
     """Words of eight codes [ROWS, WORDS] of a tile to [rows, k]."""
@@ -134,7 +134,7 @@ def quantize_mx(
             scaled = as_float(blocks) * power_of_two(127 - scales)[:, :, None]
             words = tl.reshape(words_e2m1(scaled, R * C // 8, 1, LEAST < 0), (R, C // 32, 4))
             words = tl.reshape(tl.where((scales == 255)[:, :, None], 0, words), (R, C // 8))
-            _store_words(row_codes, words, first_row, first_col, rows, cols, R, C // 8)
+            store_words(row_codes, words, first_row, first_col, rows, cols, R, C // 8)
         else:
             codes = _codes(
                 blocks, scales[:, :, None], tl.reshape(random, (R, C // 32, 32)), BITS,
@@ -158,7 +158,7 @@ def quantize_mx(
             scaled = as_float(blocks) * power_of_two(127 - scales)[:, None, :]
             words = tl.reshape(words_e2m1(scaled, R // 8, C, LEAST < 0), (R // 32, 4, C))
             words = tl.reshape(tl.where((scales == 255)[:, None, :], 0, words), (R // 8, C))
-            _store_words(col_codes, tl.trans(words), first_col, first_row, cols, rows, C, R // 8)
+            store_words(col_codes, tl.trans(words), first_col, first_row, cols, rows, C, R // 8)
         else:
             codes = _codes(
                 blocks, scales[:, None, :], tl.reshape(random, (R // 32, 32, C)), BITS,
