@@ -147,10 +147,18 @@ def launch(
         words[f"{side}_scales"] = x if one is None else one.scales
     module = binding.kernels("nvfp4" if family == "nvfp4" else "quantize")
     kernel = getattr(module, f"quantize_{family}")
-    kernel[cdiv(cols, width), cdiv(rows, height)](
-        **words, ROW=row is not None, COL=col is not None,
-        TURNED=what.col.endswith("@rows"), R=height, C=width, num_warps=warps,
-    )  # fmt: skip
+    nothing: dict[str, int] = {}
+    sides = [(row is not None, col is not None, width, warps, nothing)]
+    turned, plain = what.col.endswith("@rows"), "STEP" not in step and not words.get("RANDOM")
+    if row and turned and plain and fmt.element.bits == 4:
+        # Eight codes of a word lie in one thread: each direction has tiles of its own for that.
+        width, vector = (128, 4) if family == "mx" else (64, 2)
+        sides = [(True, False, width, 2, nothing), (False, True, width, 1, {"VECTOR": vector})]
+    for by_row, by_col, across, warps, more in sides:
+        kernel[cdiv(cols, across), cdiv(rows, height)](
+            **words, **more, ROW=by_row, COL=by_col, TURNED=turned, R=height, C=across,
+            num_warps=warps,
+        )  # fmt: skip
     return row, col
 
 

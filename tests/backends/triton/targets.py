@@ -170,14 +170,23 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
     if bits == 4:
         pointers["seed"] = "*i64"
         words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
+    if fmt == "mxfp4":
+        plain = words | {"RANDOM": False, "ROW_SIZE": 0, "COL_SIZE": 0, "C": 128}
+        ways = {"ROW": True, "COL": False}, {"ROW": False, "COL": True, "VECTOR": 4, "num_warps": 1}
+        kernel = quantize.quantize_mx
+        return [
+            _made(f"quantize {fmt}", target, kernel, one, pointers, kind)
+            for one in (words, *(plain | way for way in ways))
+        ]
     if scale != "e4m3":
         family = quantize.quantize_blockwise if scale == "fp32" else quantize.quantize_mx
         return [_made(f"quantize {fmt}", target, family, words, pointers, kind)]
     words["TO"] = nvfp4.tl.bfloat16
     pointers |= {"row_amax": "*i32", "col_amax": "*i32", "row_whole": "*fp32", "col_whole": "*fp32"}
+    plain = words | {"ROW": False, "RANDOM": False, "COL_SIZE": 0, "VECTOR": 2, "num_warps": 1}
     return [
-        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), words, pointers, kind)
-        for kernel in ("quantize_nvfp4", "amax")
+        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), one, pointers, kind)
+        for kernel, one in (("quantize_nvfp4", words), ("quantize_nvfp4", plain), ("amax", words))
     ]
 
 

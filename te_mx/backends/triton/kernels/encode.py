@@ -76,14 +76,29 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def encode_e2m1(value):
-    """Codes (int32) of fp32 numbers in E2M1, to nearest even, at most +-6; of NaN any: the least of
-    what rounding to steps of 1/2 (up to 2), 1 (up to 4) and 2 gives."""
-    magnitude = tl.minimum(tl.abs(value), 6.0)
+def _e2m1(magnitude):
+    """Codes of magnitudes up to 6, to nearest even, plus 0x4A800000; of NaN any: the least of what
+    rounding to steps of 1/2 (up to 2), 1 (up to 4) and 2 gives."""
     code = as_bits(magnitude + 4194304.0)  # a step is the last bit of 2^22
     code = tl.minimum(code, as_bits(magnitude + 8388608.0) - ((1 << 23) - 2))
-    code = tl.minimum(code, as_bits(magnitude + 16777216.0) - ((2 << 23) - 4))
-    return (code & 7) | ((as_bits(value) >> 28) & 8)
+    return tl.minimum(code, as_bits(magnitude + 16777216.0) - ((2 << 23) - 4))
+
+
+@triton.jit
+def encode_e2m1(value):
+    """Codes (int32) of fp32 numbers in E2M1, at most +-6; of NaN any."""
+    return (_e2m1(tl.minimum(tl.abs(value), 6.0)) & 7) | ((as_bits(value) >> 28) & 8)
+
+
+@triton.jit
+def words_e2m1(value, A: tl.constexpr, B: tl.constexpr, CLAMPED: tl.constexpr):
+    """int32 [A, B] of the codes of [A, 8, B], the first one in the low bits. CLAMPED: numbers may
+    be larger than 6."""
+    value = tl.reshape(value, (A, 8, B))
+    at = (4 * tl.arange(0, 8))[None, :, None]
+    magnitude = tl.minimum(tl.abs(value), 6.0) if CLAMPED else tl.abs(value)
+    signs = (as_bits(value) >> (28 - at)) & (8 << at)
+    return (tl.sum(_e2m1(magnitude) * (1 << at), 1) - 0x72800000) ^ tl.xor_sum(signs, 1)
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from te_mx.backends.triton.kernels.encode import (
     encode,
     encode_e2m1,
     rounded,
+    words_e2m1,
 )
-from te_mx.backends.triton.kernels.quantize import quarters, store_codes
+from te_mx.backends.triton.kernels.quantize import quarters, store_codes, store_words
 from te_mx.backends.triton.kernels.random import encode_random, hadamard, random_bits
 from te_mx.backends.triton.kernels.steps import tile
 
@@ -186,8 +187,8 @@ def _side(
     finite = largest < INF
     bamax = as_float(tl.where(finite, largest, 0))
     of_row = first_row // H + tl.arange(0, DOWN)
-    at = of_row if BY_ROWS else of_row * 0
-    most = as_float(tl.load(amax_at + at, mask=of_row < tl.cdiv(rows, H), other=0))[:, None]
+    at = (of_row if BY_ROWS else tl.arange(0, 1))[:, None]
+    most = as_float(tl.load(amax_at + at, mask=at < (rows if BY_ROWS else 1), other=0))
     e, t = _of_tensor(most, RULE, BOUND, TO)
     x = as_float(blocks)
     if FOUR:
@@ -206,13 +207,19 @@ def _side(
         scaled = _scaled(
             x, e4m3_value(code)[:, None, :, None], e[:, None, :, None], t[:, None, :, None], RULE
         )
-    if RANDOM:
-        drawn = tl.reshape(random, (DOWN, H, ACROSS, 16))
-        codes = encode_random(as_bits(scaled), 0, drawn, 4, 1, 0x40C00000, 0x3F800000)
+    if RANDOM or K_FIRST:
+        if RANDOM:
+            drawn = tl.reshape(random, (DOWN, H, ACROSS, 16))
+            codes = encode_random(as_bits(scaled), 0, drawn, 4, 1, 0x40C00000, 0x3F800000)
+        else:
+            codes = encode_e2m1(scaled)
+        codes = tl.where(finite[:, None, :, None], codes, 0)
+        codes = tl.reshape(codes, (ROWS, K)).to(tl.uint8)
     else:
-        codes = encode_e2m1(scaled)
-    codes = tl.where(finite[:, None, :, None], codes, 0)
-    codes = tl.reshape(codes, (ROWS, K)).to(tl.uint8)
+        words = tl.reshape(words_e2m1(scaled, ROWS * K // 8, 1, True), (DOWN, H, ACROSS, 2))
+        words = tl.where(finite[:, None, :, None], words, 0)
+        words = tl.reshape(words, (ROWS, K // 8))
+        store_words(codes_to, words, first_row, first, rows, k, ROWS, K // 8)
     stored = tl.where(finite, code, 0x7F).to(tl.uint8)
     b, down, across = first // 16 + tl.arange(0, ACROSS), tl.cdiv(rows, H), tl.cdiv(k, 16)
     there = (of_row < down)[:, None] & (b < across)[None, :]
@@ -220,11 +227,11 @@ def _side(
         store_codes(codes_to, tl.trans(codes), first, first_row, k, rows, K, ROWS, 8)
         to = scales_to + b.to(tl.int64)[None, :] * down + of_row[:, None]
     else:
-        store_codes(codes_to, codes, first_row, first, rows, k, ROWS, K, 4)
+        if RANDOM:
+            store_codes(codes_to, codes, first_row, first, rows, k, ROWS, K, 4)
         to = scales_to + of_row.to(tl.int64)[:, None] * across + b[None, :]
     tl.store(to, stored, mask=there)
-    mine = tl.where(first == 0, rows if BY_ROWS else 1, 0)
-    tl.store(whole_to + at[:, None], t, mask=(of_row < mine)[:, None])
+    tl.store(whole_to + at, t, mask=at < tl.where(first == 0, rows if BY_ROWS else 1, 0))
 
 
 @triton.jit
@@ -237,12 +244,13 @@ def quantize_nvfp4(
     ROW_SIGNS: tl.constexpr = 0, COL_SIZE: tl.constexpr = 0, COL_SIGNS: tl.constexpr = 0, out=None,
     grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
-    ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0,
+    ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, VECTOR: tl.constexpr = 0,
 ):
     """Codes, E4M3 scales and tensor scales of x [rows, cols] along its rows, its columns, or both,
     with the largest magnitudes that `amax` found; words as of `quantize_mx`."""
     first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
-    r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
+    r = first_row + tl.arange(0, R)
+    c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
         ALPHA, OFFSET, TO,

@@ -14,6 +14,7 @@ from te_mx.backends.triton.kernels.encode import (
     power_of_two,
     rounded,
     scale_byte,
+    words_e2m1,
 )
 from te_mx.backends.triton.kernels.grouped import place_of
 from te_mx.backends.triton.kernels.random import encode_random, hadamard, random_bits
@@ -67,13 +68,24 @@ def store_codes(
         _put(to, codes, r, first + tl.arange(0, K), rows, k)
     elif BITS == 4:
         low, high = tl.split(tl.reshape(codes, (ROWS, K // 2, 2)))
-        _put(to, low | (high << 4), r, first // 2 + tl.arange(0, K // 2), rows, (k + 1) // 2)
+        _put(to, low | (high << 4), r, first // 2 + tl.arange(0, K // 2), rows, k - k // 2)
     else:
         a, b, c, d = quarters(tl.reshape(codes, (ROWS, K // 4, 2, 2)))
-        at, width = first // 4 * 3 + 3 * tl.arange(0, K // 4), (6 * k + 7) // 8
+        at, width = first // 4 * 3 + 3 * tl.arange(0, K // 4), k - k // 4
         _put(to, a | (b << 6), r, at, rows, width)
         _put(to, (b >> 2) | (c << 4), r, at + 1, rows, width)
         _put(to, (c >> 4) | (d << 2), r, at + 2, rows, width)
+
+
+@triton.jit
+def store_words(
+    to, words, first_row, first, rows, k, ROWS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Words of eight codes [ROWS, WORDS] of a tile to [rows, k]."""
+    b = tl.arange(0, 4)
+    bytes = (words[:, :, None] >> (8 * b)[None, None, :]).to(tl.uint8)
+    r, c = first_row + tl.arange(0, ROWS), first // 2 + tl.arange(0, WORDS * 4)
+    _put(to, tl.reshape(bytes, (ROWS, WORDS * 4)), r, c, rows, k - k // 2)
 
 
 @triton.jit
@@ -89,17 +101,20 @@ def quantize_mx(
     out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
     ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, TO: tl.constexpr = None,
+    VECTOR: tl.constexpr = 0,
 ):
     """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
 
     TURNED: columns are stored [cols, rows], else as x lies, one code a byte. GROUPS: rows belong to
     so many groups or fewer, and a program has one block of one. RANDOM: rounds stochastically;
-    rows are counted from first_of_all on. SIZE, SIGNS: of Hadamard transforms.
+    rows are counted from first_of_all on. SIZE, SIGNS: of Hadamard transforms. VECTOR: columns that
+    a thread reads at once, where it shall hold all rows of a block.
     """
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     if GROUPS:
         group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
-    r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
+    r = first_row + tl.arange(0, R)
+    c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
         ALPHA, OFFSET, TO,
@@ -115,12 +130,18 @@ def quantize_mx(
             rotated = tl.where(there, rotated, 0)
         blocks = tl.reshape(rotated, (R, C // 32, 32))
         scales = scale_byte(tl.max(blocks & MAGNITUDE, 2), EMAX, UP_FROM, LEAST)
-        codes = _codes(
-            blocks, scales[:, :, None], tl.reshape(random, (R, C // 32, 32)), BITS, MANTISSA_BITS,
-            MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
-        )
-        codes = tl.reshape(codes, (R, C))
-        store_codes(row_codes, codes, first_row, first_col, rows, cols, R, C, BITS)
+        if BITS == 4 and not RANDOM:
+            scaled = as_float(blocks) * power_of_two(127 - scales)[:, :, None]
+            words = tl.reshape(words_e2m1(scaled, R * C // 8, 1, LEAST < 0), (R, C // 32, 4))
+            words = tl.reshape(tl.where((scales == 255)[:, :, None], 0, words), (R, C // 8))
+            store_words(row_codes, words, first_row, first_col, rows, cols, R, C // 8)
+        else:
+            codes = _codes(
+                blocks, scales[:, :, None], tl.reshape(random, (R, C // 32, 32)), BITS,
+                MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
+            )
+            codes = tl.reshape(codes, (R, C))
+            store_codes(row_codes, codes, first_row, first_col, rows, cols, R, C, BITS)
         b, count = first_col // 32 + tl.arange(0, C // 32), (cols + 31) // 32
         at = r.to(tl.int64)[:, None] * count + b[None, :]
         mask = (r < rows)[:, None] & (b < count)[None, :]
@@ -133,20 +154,30 @@ def quantize_mx(
             rotated = tl.where(there, tl.trans(turned), 0)
         blocks = tl.reshape(rotated, (R // 32, 32, C))
         scales = scale_byte(tl.max(blocks & MAGNITUDE, 1), EMAX, UP_FROM, LEAST)
-        codes = _codes(
-            blocks, scales[:, None, :], tl.reshape(random, (R // 32, 32, C)), BITS, MANTISSA_BITS,
-            MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
-        )
-        codes = tl.reshape(codes, (R, C))
+        if BITS == 4 and TURNED and not RANDOM:
+            scaled = as_float(blocks) * power_of_two(127 - scales)[:, None, :]
+            words = tl.reshape(words_e2m1(scaled, R // 8, C, LEAST < 0), (R // 32, 4, C))
+            words = tl.reshape(tl.where((scales == 255)[:, None, :], 0, words), (R // 8, C))
+            store_words(col_codes, tl.trans(words), first_col, first_row, cols, rows, C, R // 8)
+        else:
+            codes = _codes(
+                blocks, scales[:, None, :], tl.reshape(random, (R // 32, 32, C)), BITS,
+                MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, HARDWARE, RANDOM,
+            )
+            codes = tl.reshape(codes, (R, C))
+            if TURNED:
+                store_codes(
+                    col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, BITS
+                )
+            else:
+                store_codes(col_codes, codes, first_row, first_col, rows, cols, R, C, 8)
         b, count = slot * (R // 32) + tl.arange(0, R // 32), (rows + 31) // 32
         mask = (b < count)[:, None] & (c < cols)[None, :]
         if GROUPS:
             mask = (b >= 0)[:, None] & (c < tl.where(group >= 0, cols, 0))[None, :]
         if TURNED:
-            store_codes(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, BITS)
             at = c.to(tl.int64)[None, :] * count + b[:, None]
         else:
-            store_codes(col_codes, codes, first_row, first_col, rows, cols, R, C, 8)
             at = b.to(tl.int64)[:, None] * cols + c[None, :]
         tl.store(col_scales + at, scales.to(tl.uint8), mask=mask)
 
