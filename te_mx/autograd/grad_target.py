@@ -296,7 +296,7 @@ class WeightGradient:
             if grad is None:
                 parameter.grad = dw
             else:
-                grad.detach().add_(dw)
+                (grad.detach() if grad.requires_grad else grad).add_(dw)
 
     def _fuse(self, wgrad: Wgrad, use: Use) -> None:
         grads = self._main_grads(use)

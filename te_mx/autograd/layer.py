@@ -412,10 +412,10 @@ def _product(
 
 
 def _plan(
-    x: Tensor, p: Parameters, weights: Weights, call: Call, facts: tuple[Any, ...] | None = None
+    x: Tensor, p: Parameters, weights: Weights, call: Call, facts: Any = None
 ) -> LayerPlan | None:
     """The plan of a call, found at once where it ran one like it; None where its steps run one by
-    one. Gradients are enabled. facts: of x and the parameters, where these are known."""
+    one. Gradients are enabled. facts: what stands for those of x and the parameters, if known."""
     step, act, settings, return_z, _, tokens, _ = call
     w1, w2, (kept1, kept2) = p.w1, p.w2, weights.kept
     if tokens is not None or w1 is None or torch.compiler.is_compiling() or is_watched():
@@ -630,10 +630,10 @@ def linear_in_one_call(
 
 def run_layer(
     x: Tensor, parameters: Parameters, weights: Weights, call: Call,
-    facts: tuple[Any, ...] | None = None,
+    facts: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y [..., N] or [..., H], z [..., K] or None) of x [..., K] in MXFP8, differentiable. facts:
-    of x and the parameters, where these are known."""
+    as of `_plan`."""
     made = None
     if torch.is_grad_enabled():
         plan = _plan(x, parameters, weights, call, facts)

@@ -359,7 +359,7 @@ def fp8_autocast(
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """torch.autocast's dtype where that is on for the device of x, else the dtype of x."""
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else x.device.type
     if kind == "meta":  # torch.autocast does not know it
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -283,27 +283,29 @@ class NormModule(MXModule, nn.Module):
         """Weight and bias of every linear layer, whole, and the shapes that the weights have."""
         raise NotImplementedError
 
-    def _read(self, inp: Tensor) -> tuple[Any, Tensor | None, tuple[Any, ...] | None]:
-        """The Parameters that a quantized forward of inp reads, checked, the last bias, which may
-        not be added, and the facts of inp and of them. One look where such were usual before."""
+    def _read(self, inp: Tensor) -> tuple[Any, Tensor | None, Any]:
+        """The Parameters that a quantized forward of inp reads, checked; the last bias, which may
+        not be added; and what stands for the facts of all these tensors. One look where such were
+        usual before."""
         size, norms = self._size, self._held("layer_norm_weight", "layer_norm_bias")
         layers, shapes = self._linears()
-        bias, facts = layers[-1], None
+        bias, key, facts = layers[-1], None, None
         if self.return_bias:
             layers[-1] = None
         read = Parameters(*norms, *layers)
         if type(inp) is Tensor and not (is_tracing() or inp.is_nested):
-            facts = facts_of(inp, *read)
-        key = "usual", facts, size, self.normalization is None, shapes
-        if facts is None or key not in _known:
+            no_norm = self.normalization is None
+            key = "usual", inp.layout, facts_of(inp, *read), size, no_norm, shapes
+            facts = _known.get(key)
+        if facts is None:
             wanted: list[Any] = [None if self.normalization is None else (size,)]
             wanted.append(None if norms[1] is None else (size,))
             for i, shape in enumerate(shapes):
                 wanted += shape, None if layers[2 * i + 1] is None else shape[:1]
-            if self._are_usual(inp, size, tuple(zip(read, wanted, strict=False))):
-                derive(key, True)
-            else:
+            if not self._are_usual(inp, size, tuple(zip(read, wanted, strict=False))):
                 self._check_all(inp, read, wanted)
+            elif key is not None:
+                facts = derive(key, object())
         return read, bias, facts
 
     def _check_all(self, inp: Tensor, read: Parameters, shapes: list[Any]) -> None:
