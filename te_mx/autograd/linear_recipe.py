@@ -317,7 +317,8 @@ def serving(held: Weight, settings: Settings) -> Weight:
         return held
     op = "gemm_rows" if isinstance(held, Stack) else "gemm"
     wanted = roles(device, settings, op).w.row.partition("@")[2]
-    return held if _stands_for(layout, wanted, settings) else plain(held)
+    as_it_is = isinstance(held, Operand) and wanted in layout.replaces
+    return held if as_it_is or _stands_for(layout, wanted, settings) else plain(held)
 
 
 def _stands_for(layout: Layout, wanted: str, settings: Settings) -> bool:

@@ -52,6 +52,7 @@ class Layout:
     of_matrices = True  # False: only the tokens of groups lie so
     refused = "formats of other elements or blocks"  # what it does not take, for errors
     reads_as = ""  # of weights that stand still: as which layout products read them, if not this
+    replaces: tuple[str, ...] = ()  # likewise: what products read them in place of, as they are
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
     alone = ""  # of tokens: the layout of a group's part by itself
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one

@@ -129,6 +129,23 @@ def test_groups(sizes):
     assert not y[start:].any()
 
 
+@pytest.mark.parametrize("inputs", ["nvfp4", "nvfp4_rows", "mxfp8"])
+def test_the_one_copy_and_quantized_inputs(inputs, monkeypatch):
+    layer = te_mx.nn.Linear(264, 128, params_dtype=BF16, device="cuda")
+    w = formats.get("nvfp4").quantize(layer.weight.detach(), "te")
+    w = Operand(*w[:2], "nvfp4@rows", 128, 264, None, w[2]).values(torch.float64)
+    te_mx.freeze_weights(layer, drop_master=True, fmt="nvfp4", activations=inputs)
+    monkeypatch.setattr(type(SM90_NVFP4), "unpack", None)  # nobody turns it into plain codes
+    x = torch.randn(130, 264, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        y = layer(x)
+    assert LAST_RUN[layer._tag_now()] == PRODUCT
+    rule, fmt = ("rceil", "mxfp8_e4m3") if inputs == "mxfp8" else ("te", inputs)
+    spec = f"{fmt}@rows"
+    quantized = quantize(Quantize(x, spec, "", rule)).row
+    check(y, quantized.values(torch.float64), w, layer.bias)
+
+
 @pytest.mark.parametrize("shape", [(64, 128), (192, 1000), (320, 33)], ids=str)
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16", "nvfp4_rows"])
 def test_values(shape, fmt):

@@ -256,12 +256,17 @@ void raise(const Tile& tile, Of of, uint32_t* largest, int64_t rows, int64_t col
   Values& x = *room;
   load(tile, x);
   transform(tile, of, x);
+  const auto raise_to = [](uint32_t& to, uint32_t a) { to = a > to ? a : to; };
   for (int r = 0; r < tile.rows; ++r) {
-    for (int c = 0; c < tile.cols; ++c) {
-      uint32_t& to = largest[r * rows + c * cols];
-      const uint32_t a = finite(x[r][c]);
-      to = a > to ? a : to;
+    uint32_t* const to = largest + r * rows;
+    for (int c = 0; cols != 0 && c < tile.cols; ++c) raise_to(to[c * cols], finite(x[r][c]));
+    if (cols != 0) continue;
+    int32_t most = 0;  // NOTE: one in memory would be read again after every element.
+    for (int c = 0; c < kCols; ++c) {
+      const auto a = static_cast<int32_t>(finite(x[r][c]));
+      most = a > most ? a : most;
     }
+    raise_to(*to, static_cast<uint32_t>(most));
   }
 }
 

@@ -75,12 +75,17 @@ __device__ __forceinline__ void load_block(const Nvfp4Quantize& q, int64_t row, 
   }
 }
 
-// The transform of formats/hadamard.py, rounded to the dtype of x.
-__device__ __forceinline__ void turn(float (&v)[16], const float* signs, DType dtype) {
+// The transform of formats/hadamard.py in two parts: all sums but the last ones, these and what
+// follows, rounded to the dtype of x.
+__device__ __forceinline__ void begin_turn(float (&v)[16], const float* signs) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = __fmul_rn(v[i], signs[i]);  // exact
+  for (int i = 0; i < 16; i += 2) {
+    // Products with signs are exact.
+    const float a = __fmul_rn(v[i], signs[i]), b = v[i + 1], sign = signs[i + 1];
+    v[i] = __fmaf_rn(b, sign, a), v[i + 1] = __fmaf_rn(-b, sign, a);
+  }
 #pragma unroll
-  for (int h = 1; h < 16; h *= 2) {
+  for (int h = 2; h < 8; h *= 2) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if (i & h) continue;
@@ -88,21 +93,30 @@ __device__ __forceinline__ void turn(float (&v)[16], const float* signs, DType d
       v[i] = __fadd_rn(a, b), v[i + h] = __fsub_rn(a, b);
     }
   }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = __fmul_rn(v[i], transform_factor(16));
+}
+__device__ __forceinline__ float2 rounded(float a, float b, DType dtype) {
   if (dtype == DType::bf16) {
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      const auto two = as<uint32_t>(__floats2bfloat162_rn(v[i], v[i + 1]));
-      v[i] = __uint_as_float(two << 16), v[i + 1] = __uint_as_float(two & 0xFFFF0000u);
-    }
-  } else if (dtype == DType::f16) {
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      const float2 two = __half22float2(__floats2half2_rn(v[i], v[i + 1]));
-      v[i] = two.x, v[i + 1] = two.y;
-    }
+    const auto two = as<uint32_t>(__floats2bfloat162_rn(a, b));
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
   }
+  return dtype == DType::f16 ? __half22float2(__floats2half2_rn(a, b)) : make_float2(a, b);
+}
+__device__ __forceinline__ void end_turn(float (&v)[16], DType dtype) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float a = v[i], b = v[i + 8];
+    v[i] = __fadd_rn(a, b), v[i + 8] = __fsub_rn(a, b);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i += 2) {
+    const float2 two = rounded(__fmul_rn(v[i], transform_factor(16)),
+                               __fmul_rn(v[i + 1], transform_factor(16)), dtype);
+    v[i] = two.x, v[i + 1] = two.y;
+  }
+}
+__device__ __forceinline__ void turn(float (&v)[16], const float* signs, DType dtype) {
+  begin_turn(v, signs);
+  end_turn(v, dtype);
 }
 
 // NaN and Inf come on top.
@@ -121,6 +135,21 @@ __device__ __forceinline__ uint32_t largest_finite(const float (&v)[16]) {
   for (const float one : v)
     if (magnitude(one) < kInfinite) most = max(most, magnitude(one));
   return most;
+}
+
+// The same after a transform. The larger magnitude of a sum and a difference is the sum of
+// magnitudes, and what follows keeps the order.
+__device__ __forceinline__ uint32_t largest_turned(float (&v)[16], const float* signs,
+                                                   DType dtype) {
+  begin_turn(v, signs);
+  float most = __fadd_rn(fabsf(v[0]), fabsf(v[8]));
+#pragma unroll
+  for (int i = 1; i < 8; ++i)
+    most = tile::max_magnitude(most, __fadd_rn(fabsf(v[i]), fabsf(v[i + 8])));
+  const uint32_t largest = magnitude(rounded(__fmul_rn(most, transform_factor(16)), 0.0f, dtype).x);
+  if (largest < kInfinite) return largest;
+  end_turn(v, dtype);
+  return largest_finite(v);
 }
 
 // What follows from the largest magnitude of a tensor, or of a row of it.
@@ -248,6 +277,15 @@ __global__ void __launch_bounds__(kThreads, 3)
   // Whether columns are those of the numbers, of which rows told the largest.
   const bool looks_at_cols = to_cols && (!q.only_amax || q.col_amax != q.row_amax || !to_rows);
 
+  // A block transformed by these signs, if there are some, and its largest magnitude.
+  const auto look = [&q](float (&v)[16], const float* signs) {
+    if (q.only_amax) {
+      return signs == nullptr ? largest_finite(v) : largest_turned(v, signs, q.to.x.dtype);
+    }
+    if (signs != nullptr) turn(v, signs, q.to.x.dtype);
+    return largest_of(v);
+  };
+
   // ------------------------------------------------------------------------------------- rows
   const int r = lane / 4, c = lane % 4 * 16;
   const int64_t col = col0 + c;
@@ -276,9 +314,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     uint32_t largest[2] = {0, 0};
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      if (to_rows && row_to.transforms && count[b] == 16)
-        turn(v[b], s.signs[0] + c % 32, q.to.x.dtype);
-      if (to_rows) largest[b] = q.only_amax ? largest_finite(v[b]) : largest_of(v[b]);
+      if (!to_rows) continue;
+      const bool turns = row_to.transforms && count[b] == 16;
+      largest[b] = look(v[b], turns ? s.signs[0] + c % 32 : nullptr);
     }
     if (q.only_amax) {
       if (to_rows && row_to.scale_rows) {
@@ -303,6 +341,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       const bool random = q.to.seed != nullptr;
       const uint2 key = random ? key_of(q.to.seed) : make_uint2(0, 0);
+      Whole whole(to_rows ? q.row_amax : q.col_amax);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t row = row0 + r + 8 * b;
@@ -317,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         }
         if (!to_rows || count[b] == 0) continue;
-        const Whole whole(q.row_amax + (row_to.scale_rows ? row : 0));
+        if (row_to.scale_rows) whole = Whole(q.row_amax + row);
         const Block block(largest[b], whole);
         uint32_t out[8];
         const bool values = row_to.scales == nullptr;
@@ -363,8 +402,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     uint32_t largest[2];
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      if (col_to.transforms && row0 + 16 <= rows) turn(v[b], s.signs[1] + row0 % 32, q.to.x.dtype);
-      largest[b] = q.only_amax ? largest_finite(v[b]) : largest_of(v[b]);
+      const bool turns = col_to.transforms && row0 + 16 <= rows;
+      largest[b] = look(v[b], turns ? s.signs[1] + row0 % 32 : nullptr);
     }
     if (q.only_amax) {
       if (col_to.scale_rows) {
@@ -384,12 +423,13 @@ __global__ void __launch_bounds__(kThreads, 3)
         largest[0] = largest[1] = most;
       }
       const bool values = col_to.scales == nullptr;
+      Whole whole(q.col_amax);
       uint32_t out[2][8];
       uint8_t byte[2];
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t mine = min(first + b, cols - 1);
-        const Whole whole(q.col_amax + (col_to.scale_rows ? mine : 0));
+        if (col_to.scale_rows) whole = Whole(q.col_amax + mine);
         const Block block(largest[b], whole);
         if (q.to.seed != nullptr) {
           const uint32_t* const words = s.words[warp] + two % 4;
@@ -415,30 +455,29 @@ __global__ void __launch_bounds__(kThreads, 3)
           for (int b = 0; b < 2; ++b)
             if (b == 0 || (both && !square)) to[square ? first / 16 : first + b] = byte[b];
         }
+        const auto there = static_cast<int>(max(int64_t{0}, min(int64_t{16}, rows - row0)));
+        const int64_t at = row0 * cols + first;
+        if (values) {
+          auto* to = reinterpret_cast<uint16_t*>(col_to.codes) + at;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          if (row0 + i >= rows) continue;
-          const int64_t at = (row0 + i) * cols + first;
-          if (values) {
+          for (int i = 0; i < 16; ++i, to += cols) {
             const uint32_t pair =
                 __byte_perm(out[0][i / 2], out[1][i / 2], i % 2 ? 0x7632 : 0x5410);
-            auto* const to = reinterpret_cast<uint16_t*>(col_to.codes) + at;
+            if (i >= there) continue;
             if (q.col_words) {
               *reinterpret_cast<uint32_t*>(to) = pair;
             } else {
               to[0] = static_cast<uint16_t>(pair);
               if (both) to[1] = static_cast<uint16_t>(pair >> 16);
             }
-          } else {
-            const uint32_t low = out[0][i / 8] >> (4 * (i % 8)) & 15;
-            const uint32_t high = out[1][i / 8] >> (4 * (i % 8)) & 15;
-            if (q.col_words) {
-              *reinterpret_cast<uint16_t*>(col_to.codes + at) =
-                  static_cast<uint16_t>(low | high << 8);
-            } else {
-              col_to.codes[at] = static_cast<uint8_t>(low);
-              if (both) col_to.codes[at + 1] = static_cast<uint8_t>(high);
-            }
+          }
+        } else {
+          uint8_t* to = col_to.codes + at;
+#pragma unroll 1
+          for (int i = 0; i < there; ++i, to += cols) {
+            const int shift = 4 * (i % 8);
+            to[0] = static_cast<uint8_t>((i < 8 ? out[0][0] : out[0][1]) >> shift & 15);
+            if (both) to[1] = static_cast<uint8_t>((i < 8 ? out[1][0] : out[1][1]) >> shift & 15);
           }
         }
         return;
@@ -518,7 +557,6 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
                   a.row.scales == nullptr ? starts_at(a.row.codes, 2 * x.cols, 16)
                                           : starts_at(a.row.codes, (x.cols + 1) / 2, 8),
                   a.col.scales == nullptr ? starts_at(a.col.codes, 2 * x.cols, 4)
-                  : a.col.k_first         ? starts_at(a.col.codes, x.cols, 2)
                                           : starts_at(a.col.codes, (x.rows + 1) / 2, 16)};
   const auto stream = static_cast<cudaStream_t>(a.execution.stream);
   Status status =
@@ -529,9 +567,10 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
       cudaFuncSetAttribute(nvfp4_quantize_tile, cudaFuncAttributeMaxDynamicSharedMemorySize, all));
   if (status != Status::ok) return status;
   Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, all - words};
+  at.early = false;  // what is before it is no kernel
   status = launch_early(nvfp4_quantize_tile, at, q);
   if (status != Status::ok) return status;
-  q.only_amax = false;
+  q.only_amax = false, at.early = true;
   if (a.seed != nullptr) at.smem = all;
   return launch_early(nvfp4_quantize_tile, at, q);
 }

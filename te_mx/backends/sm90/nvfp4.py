@@ -241,6 +241,8 @@ class Gemm(Kernel):
         return reason
 
     def wants(self, problem: Problem) -> Wants:
+        if not all(spec_of(spec).format.tensor_scaled for spec in (problem.lhs, problem.rhs)):
+            return Wants()  # which MX formats have, too
         # Columns of inputs wait for backward, as codes. Those of weights have square blocks.
         return Wants(_VALUES[0], _VALUES[1], "" if _tall(problem.rhs) else "rows")
 

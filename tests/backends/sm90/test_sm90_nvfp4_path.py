@@ -50,6 +50,18 @@ def test_a_step_is_that_of_the_reference(kind, recipe):
         assert (one.double() - other.double()).norm() <= 2e-3 * one.double().norm()
 
 
+@pytest.mark.parametrize("inputs", ["nvfp4", "nvfp4_rows", "mxfp8"])
+def test_frozen_weights_and_quantized_inputs(inputs):
+    layer, x = te_mx.Linear(70, 40, params_dtype=BF16), torch.randn(50, 70, dtype=BF16)
+    te_mx.freeze_weights(layer, drop_master=True, fmt="nvfp4", activations=inputs)
+    with torch.no_grad():
+        expected = layer(x)
+        with as_on_hopper.hopper():
+            made = layer(x)
+            assert te_mx.audit(layer)["(root)"].fprop == "sm90_nvfp4"
+    torch.testing.assert_close(made, expected, rtol=2**-7, atol=1e-3)
+
+
 def test_inputs_wait_as_codes():
     layer, x = te_mx.Linear(128, 64, params_dtype=BF16), torch.randn(256, 128, dtype=BF16)
     with as_on_hopper.hopper(), te_mx.autocast(recipe=NVFP4BlockScaling()):

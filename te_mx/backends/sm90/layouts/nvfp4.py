@@ -26,7 +26,7 @@ class SM90Nvfp4(Layout):
     """Codes [blocks of 64 x 128, 4096] and scales [blocks, 512], as registers of a product have
     them, of whole 64 rows. Scales are positive, as all writers have them."""
 
-    name = "sm90_nvfp4"
+    name, replaces = "sm90_nvfp4", ("rows", "sm90_bf16")
 
     def takes(self, fmt: Format) -> bool:
         return fmt.name in FORMATS
