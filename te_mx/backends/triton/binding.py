@@ -22,6 +22,7 @@ MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
 NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # but for quantizers of groups
 MXFP6 = ("mxfp6_e2m3", "mxfp6_e3m2")  # but for products
 _PRODUCTS = "gemm", "gemm_rows", "gemm_k", "moe_gemm"
+_MOST_ROWS = 1 << 20  # in tiles of 32, beside groups' own, of which CUDA launches 65,535
 LAYOUTS = ("rows", "cols")
 # Interpreted kernels run on CPU tensors, for tests.
 INTERPRETED = "TRITON_INTERPRET"
@@ -58,6 +59,8 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
         reason = why_not_run(problem) if names.intersection(NVFP4 + MXFP6) else None
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:
         reason = f"counts sizes up to {MOST}"
+    if reason is None and problem.op not in _PRODUCTS and problem.m > _MOST_ROWS:
+        reason = f"a launch takes up to {_MOST_ROWS} rows"
     return reason
 
 

@@ -10,10 +10,9 @@ import te_mx
 from te_mx.commands import doctor
 from te_mx.commands.main import main
 from te_mx.dispatch.kernels import kernels
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import reference
 
-# Fused steps and lists of routed rows are plain torch there, and say so.
-pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 R = te_mx.recipe
 RECIPES = {
     "mxfp8": R.MXFP8BlockScaling(), "hybrid": R.MXFP8BlockScaling(fp8_format=R.Format.HYBRID),
@@ -99,3 +98,12 @@ def test_explained_before_and_said_after(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_TIMES", 1)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.count("triton") >= 2
+
+
+@pytest.mark.parametrize("op", ["quantize", "dequantize", "act_quantize"])
+def test_more_rows_than_a_launch_has_are_declined(op):
+    kernel = next(one for one in kernels(op) if one.name == "triton")
+    place = place_of(torch.device("cpu"))
+    for rows, declined in ((1 << 20, False), ((1 << 20) + 1, True)):
+        problem = Problem(op, place, "mxfp8_e4m3@rows", "", rows, 64, dtype=torch.float32)
+        assert ("rows" in (kernel.accepts(problem) or "")) == declined
