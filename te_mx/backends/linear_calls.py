@@ -240,7 +240,7 @@ class Calls(LinearPlan):
             if add_to is None:
                 dx = torch.empty(self.x_shape, dtype=x_dtype, device=device)
             else:
-                dx, args.dx_accumulate = add_to, True
+                dx, args.dx_accumulate, args.dx_dtype = add_to, True, FLOAT_DTYPES[add_to.dtype]
             args.dx = dx.data_ptr()
         if x_columns:
             assert x_col is not None

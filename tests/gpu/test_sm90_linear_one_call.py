@@ -169,9 +169,10 @@ def test_an_input_gradient_is_added_to_another(keep, of):
     (codes, scales, *of_w, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
     parts = (codes, scales), tuple(of_w) if keep else of_w[0]
     dx = node.plan.backward(grad, *parts, None)[0]
-    got = before.clone()
+    exact, got = torch.zeros_like(before), before.clone()  # in fp32, whatever dtype x has
+    assert node.plan.backward(grad, *parts, exact)[0] is exact and torch.equal(exact.to(BF16), dx)
     added = node.plan.backward(grad, *parts, got)[0]
-    assert added is got and torch.equal(got, before + dx)
+    assert added is got and torch.equal(got, before + exact)
 
 
 @of_each
