@@ -137,7 +137,7 @@ test-emulated: build
 	  TE_MX_EMULATED=$$(echo $(CURDIR)/build/emulated/emulated/_sm90_emulated*.so) OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu $(ARGS); fi
 
-# Three minutes, most of them for compilers. Modules find Triton here, which other tests must not.
+# Four minutes, most of them for compilers. Modules find Triton here, which other tests must not.
 test-triton: build
 	@TRITON_INTERPRET=1 TE_MX_BACKEND=triton PYTHONPATH=$(CURDIR)/$(VENV)/aside_triton OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) -k "not avx and not amx" tests/backends/triton/compiled.py \

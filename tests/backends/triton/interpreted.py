@@ -1,5 +1,5 @@
-"""What test_triton.py runs in a process of its own: the kernels in Triton's interpreter, on CPU
-tensors, in place of native code. usage: python interpreted.py <case>"""
+"""What test_triton.py and compiled.py run in processes of their own: the kernels in Triton's
+interpreter, on CPU tensors, in place of native code. usage: python interpreted.py <case>"""
 
 from __future__ import annotations
 

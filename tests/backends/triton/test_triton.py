@@ -17,7 +17,7 @@ TRITON = pytest.mark.skipif(not _found, reason="Triton is not installed")
 
 
 @TRITON
-@pytest.mark.parametrize("case", ["products", "groups", "routed", "modules"])
+@pytest.mark.parametrize("case", ["routed", "modules"])
 def test_interpreted(case, *more, file="interpreted.py"):
     made = run_file(HERE / file, case, *more, TRITON_INTERPRET="1", TE_MX_BACKEND="triton")
     assert made.returncode == 0, made.stderr[-3000:]
