@@ -43,37 +43,6 @@ __device__ __forceinline__ void activate(const DecodeOut& out, float (&v)[8]) {
   }
 }
 
-__device__ __forceinline__ uint32_t pair_of(DType dtype, float low, float high) {
-  if (dtype == DType::bf16) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&two);
-  }
-  const __half2 two = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&two);
-}
-
-// Eight numbers side by side, of which `count` exist.
-__device__ __forceinline__ void store_eight(void* to, int64_t i, DType dtype, const float (&v)[8],
-                                            int count) {
-  char* const at = static_cast<char*>(to) + i * (dtype == DType::f32 ? 4 : 2);
-  if (count == 8 && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
-    uint4* const whole = reinterpret_cast<uint4*>(at);
-    if (dtype == DType::f32) {
-      whole[0] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                  __float_as_uint(v[3])};
-      whole[1] = {__float_as_uint(v[4]), __float_as_uint(v[5]), __float_as_uint(v[6]),
-                  __float_as_uint(v[7])};
-    } else {
-      *whole = {pair_of(dtype, v[0], v[1]), pair_of(dtype, v[2], v[3]), pair_of(dtype, v[4], v[5]),
-                pair_of(dtype, v[6], v[7])};
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-    if (j < count) store_number(to, i + j, dtype, v[j]);
-}
-
 // Zeros in columns [first, last) of a block of rows.
 template <int kThreads>
 __device__ __forceinline__ void clear(const DecodeOut& out, const DecodeBlock& rows, int first,

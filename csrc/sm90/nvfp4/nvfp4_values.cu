@@ -151,20 +151,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     for (int i = 0; i < 8; ++i) v[i] = number_of(codes >> (4 * i)) * scale * whole;
   }
   const int64_t first = row * p.across + col;
-  if (p.vectors && a.out_dtype != DType::f32) {
-    const bool half = a.out_dtype == DType::f16;
-    uint32_t w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      w[i] = half ? as<uint32_t>(__floats2half2_rn(v[2 * i], v[2 * i + 1]))
-                  : as<uint32_t>(__floats2bfloat162_rn(v[2 * i], v[2 * i + 1]));
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(a.out) + first) =
-        make_uint4(w[0], w[1], w[2], w[3]);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (i < count) store_number(a.out, first + i, a.out_dtype, v[i]);
+  store_eight(a.out, first, a.out_dtype, v, count);
 }
 
 struct Finish {
@@ -212,13 +199,8 @@ __global__ void __launch_bounds__(32 * kWarps) nvfp4_finish_sums(const __grid_co
       *reinterpret_cast<float4*>(static_cast<float*>(a.out) + at) =
           make_float4(v[0], v[1], v[2], v[3]);
     } else if (p.vectors) {
-      const bool half = a.out_dtype == DType::f16;
-      uint32_t w[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        w[j] = half ? as<uint32_t>(__floats2half2_rn(v[2 * j], v[2 * j + 1]))
-                    : as<uint32_t>(__floats2bfloat162_rn(v[2 * j], v[2 * j + 1]));
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(a.out) + at) = make_uint2(w[0], w[1]);
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(a.out) + at) =
+          make_uint2(pair_of(a.out_dtype, v[0], v[1]), pair_of(a.out_dtype, v[2], v[3]));
     } else {
       for (int j = 0; j < count; ++j) store_number(a.out, at + j, a.out_dtype, v[j]);
     }
