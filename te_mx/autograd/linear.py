@@ -426,8 +426,8 @@ def gradients(
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
     """x [..., K] -> [..., N], differentiable. Without anything to differentiate, rowwise operands
     are all that is made; a parameter that is lent needs that."""
-    enabled = torch.is_grad_enabled()
-    if enabled:
+    enabled, uniform = torch.is_grad_enabled(), call.settings.is_uniform
+    if enabled and uniform:
         plan = plan_of(x, weight_NK, bias_N, call)
         if plan is not None:
             return OneCallLinear.apply(x, weight_NK, bias_N, call, plan)[0]
@@ -435,7 +435,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
         usual = call.tokens is None and call.lent is None and not call.save_x
-        if usual and not (call.settings.is_uniform or input_cache.is_open()):
+        if usual and not (uniform or input_cache.is_open()):
             how = layer.Call(
                 NormStep(None, False, call.out_dtype), None, call.settings, tags=(call.tag, -1)
             )

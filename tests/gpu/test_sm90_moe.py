@@ -157,7 +157,6 @@ def test_what_the_kernel_does_not_take_runs_elsewhere():
     r = ROUTINGS["one token"]
     a, w = quantized(1, 70), quantized(8, 40, 70)  # k that is no multiple of 32
     exact = {"out_dtype": torch.float32, "recipe": MXFP8BlockScaling(precision="exact")}
-    with pytest.warns(te_mx.FallbackWarning, match="for precision 'adaptive'"):
-        out = grouped(a, w, aligned(r), r, 2, **exact)
+    out = grouped(a, w, aligned(r), r, 2, **exact)  # by Triton where it is installed
     want, _, hit = product(r, a.dequantize().cpu(), w.dequantize().cpu(), 2, None, None)
     torch.testing.assert_close(out.cpu()[hit].double(), want[hit], rtol=2e-2, atol=2e-2)
