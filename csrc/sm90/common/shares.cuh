@@ -17,6 +17,13 @@ inline Shares shares_of(int64_t all, int64_t parts) {
   return {static_cast<int>(all / parts), static_cast<int>(all % parts)};
 }
 
+// The steps of K in parts, which are added up in their order.
+struct PartsOfK {
+  int parts = 1;
+  Shares steps;
+};
+inline PartsOfK parts_of_k(int64_t steps, int parts) { return {parts, shares_of(steps, parts)}; }
+
 // Share i: [first, last).
 struct Range {
   int first, last;

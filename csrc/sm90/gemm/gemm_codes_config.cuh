@@ -13,7 +13,9 @@ struct CodesOperands {
   static constexpr tile::Fp8 kLhs = kLhs_, kRhs = tile::Fp8::e4m3;
 };
 
-struct CodesParams : GemmParams, PartsOfK {
+struct CodesParams : GemmParams {
+  static constexpr ScheduleKind kSchedule = ScheduleKind::cluster;
+  PartsOfK k;
   PlainScales rhs;
   FinishParams finish;  // of EpilogueKind::sums
   // The kernel before this one makes the tiles of lhs, and has waited for those before it: codes of
@@ -21,13 +23,7 @@ struct CodesParams : GemmParams, PartsOfK {
   bool lhs_comes;
 };
 
-using CodesScheduler = ClusterScheduler<CodesParams>;
-
-template <>
-struct Schedulers<CodesParams> {
-  template <class Config>
-  using Follower = CodesScheduler;
-};
+using CodesScheduler = Scheduler<CodesParams>;
 
 // As GemmConfig. Codes of 4 bits come to stages of their own, `raw`. Where the sums stay in shared
 // memory there is no staging, and room for one more stage.

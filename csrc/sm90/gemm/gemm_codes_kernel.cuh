@@ -59,7 +59,7 @@ __device__ __forceinline__ void fetch_codes(const CodesParams& p, const CUtensor
   const bool leader = tile::elect_one();
 #pragma unroll 1
   for (int step = at.first; step < min(at.first + kFetchedSteps, at.end); ++step)
-    if (leader) tile::tma_prefetch_l2(&rhs_map, step * kRawRowBytes, at.n0);
+    if (leader) tile::tma_prefetch_l2(&rhs_map, step * kRawRowBytes, at.n0());
 }
 
 template <class Config>
@@ -70,7 +70,7 @@ __device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtens
       p, begin, [&](int i) { return smem.raw_empty(i); },
       [&](int i, const CodesScheduler::Place& at, int step) {
         tile::mbar_arrive_expect(smem.raw_full(i), kRawTileBytes);
-        tile::tma_load(smem.raw(i), &rhs_map, smem.raw_full(i), step * kRawRowBytes, at.n0);
+        tile::tma_load(smem.raw(i), &rhs_map, smem.raw_full(i), step * kRawRowBytes, at.n0());
       });
 }
 
@@ -82,12 +82,12 @@ __device__ __forceinline__ void ask_for_tiles(const CodesParams& p, const CUtens
       p, [] { tile::await_predecessors(); }, [&](int s) { return smem.empty(s); },
       [&](int s, const CodesScheduler::Place& at, int step) {
         const uint32_t* const words =
-            p.lhs_scales + (static_cast<int64_t>(step) * p.lhs_tiles + at.m0 / 128) * kScaleWords;
+            p.lhs_scales + (static_cast<int64_t>(step) * p.lhs_tiles + at.m0() / 128) * kScaleWords;
         tile::mbar_arrive_expect(smem.full(s), Config::kLhsScaleBytes);
         tile::bulk_load(tile::smem_addr(smem.scales(Role::lhs, s)), words, Config::kLhsScaleBytes,
                         tile::smem_addr(smem.full(s)));
         tile::mbar_arrive_expect(smem.ready(s), Config::kLhsBytes);
-        tile::tma_load(smem.lhs(s), &lhs_map, smem.ready(s), step * 128, at.m0);
+        tile::tma_load(smem.lhs(s), &lhs_map, smem.ready(s), step * 128, at.m0());
       });
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier, int lane) {
 template <class Config>
 __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Config>& smem,
                                             int lane) {
-  const auto row0 = [](const CodesScheduler::Place& at) { return at.n0; };
+  const auto row0 = [](const CodesScheduler::Place& at) { return at.n0(); };
   await_codes(p);
   ScaleStream<CodesScheduler> stream(p, p.rhs, smem.stream(), lane, row0);
   Ring<Config::kRaw> raw;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const auto meet = [&] {
     if constexpr (Config::kKeepsSums) {
       __syncwarp();
-      if (p.parts > 1) {
+      if (p.k.parts > 1) {
         tile::cluster_sync();
       } else {
         __syncthreads();
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const auto leave = [&] {
     __syncwarp();
     if constexpr (Config::kKeepsSums) {
-      if (p.parts > 1) tile::cluster_arrive_relaxed(), tile::cluster_wait();
+      if (p.k.parts > 1) tile::cluster_arrive_relaxed(), tile::cluster_wait();
     }
   };
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);

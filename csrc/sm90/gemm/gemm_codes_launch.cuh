@@ -30,7 +30,7 @@ Status launch_codes_as(const GemmArgs& a, bool lhs_comes, const Device& device) 
   p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
   p.m_blocks = static_cast<int>((m + 127) / 128), p.n_blocks = static_cast<int>((n + 127) / 128);
   p.walk_in_groups_of(group_size(clusters, 128, 128));
-  p.cut(p.k_steps, parts), p.rhs = plain_scales(a.rhs), p.lhs_comes = lhs_comes;
+  p.k = parts_of_k(p.k_steps, parts), p.rhs = plain_scales(a.rhs), p.lhs_comes = lhs_comes;
   CUtensorMap lhs, rhs, out{};
   using mxtile::sm90::tensor_map_2d;
   constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;

@@ -18,71 +18,13 @@
 #pragma once
 
 #include "gemm/gemm_config.cuh"
+#include "gemm/gemm_scheduler.cuh"
 #include "gemm/gemm_step.cuh"
 #include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/tma.cuh"
 #include "mxtile/sm90/wgmma.cuh"
 
 namespace te_mx::sm90 {
-
-// The order of blocks, as each role of a CTA walks it: a fixed grid of them. The other kind is in
-// gemm_grouped.cuh.
-template <class Config>
-class StaticScheduler {
- public:
-  static constexpr bool kDynamic = false;  // whether the producer tells the others
-  __device__ __forceinline__ explicit StaticScheduler(const GemmParams& p)
-      : p_(p), index_(blockIdx.x / Config::kCluster) {}
-  __device__ __forceinline__ StaticScheduler(const GemmParams& p, const Smem<Config>&)
-      : StaticScheduler(p) {}
-
-  // For the producer: false behind the last block.
-  __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>&,
-                                       const Ring<Config::kStages>&, int rank) {
-    if (index_ >= p_.m_blocks * p_.n_blocks) return false;
-    const Block block = block_at(p_, p_.m_blocks, index_);
-    const int m0 = block.m * Config::kM, n_tile = block.n * Config::kCluster + rank;
-    const int lhs_tile = m0 / 128;
-    from.m_row = m0, from.n_row = n_tile * 128, from.k0 = 0;
-    from.lhs_tile = lhs_tile;
-    // NOTE: 192 rows may end in a tile that does not exist; nothing of it is stored.
-    from.second = lhs_tile + 1 < p_.lhs_tiles ? 1 : 0;
-    // NOTE: the last block of an odd number of tiles has no tile for rank 1; the packing pads to an
-    // even number.
-    from.rhs_tile = n_tile;
-    from.k_steps = p_.k_steps;
-    index_ += gridDim.x / Config::kCluster;
-    return true;
-  }
-  __device__ __forceinline__ void finish(const Smem<Config>&, const Ring<Config::kStages>&) {}
-
-  // For the others, who await the first stage of a block where they need it to know the block.
-  __device__ __forceinline__ void await(uint64_t*, uint32_t) {}
-  __device__ __forceinline__ bool next(WorkTile& work, const Smem<Config>&) {
-    if (index_ >= p_.m_blocks * p_.n_blocks) return false;
-    const Block block = block_at(p_, p_.m_blocks, index_);
-    work.m0 = block.m * Config::kM, work.m_end = p_.epilogue.m;
-    work.n0 = block.n * Config::kCluster * 128;
-    work.k_steps = p_.k_steps, work.group = 0;
-    work.inside = Config::kM % 128 == 64 ? (block.m & 1) * 64 : 0;
-    index_ += gridDim.x / Config::kCluster;
-    return true;
-  }
-
- private:
-  const GemmParams& p_;
-  int index_;
-};
-
-// The schedules of a kernel with these parameters; and what its idle warp does meanwhile.
-template <class Params>
-struct Schedulers {
-  template <class Config>
-  using Producer = StaticScheduler<Config>;
-  template <class Config>
-  using Follower = StaticScheduler<Config>;
-  static __device__ __forceinline__ void run_idle_warp(const Params&) {}
-};
 
 // For a warp, of which one lane asks. NOTE: how soon it does once a stage is free decides whether
 // the tensor cores wait. So addresses are worked out before, and the whole warp walks along: then
@@ -91,7 +33,7 @@ template <class Config, class Params>
 __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
                                         int rank) {
-  using Schedule = typename Schedulers<Params>::template Producer<Config>;
+  using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
   constexpr int kTile = Promotion::kLhsTileBytes;
   const uint32_t lhs0 = tile::smem_addr(smem.lhs(0)) +
@@ -156,7 +98,7 @@ __device__ __forceinline__ void fetch_out(const EpilogueParams& p, const CUtenso
 template <class Config, class Params, class Beside>
 __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& smem, int lhs_tile,
                                         int lane, const Beside& beside) {
-  using Schedule = typename Schedulers<Params>::template Follower<Config>;
+  using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
   Ring<Config::kStages> ring;
   Schedule schedule(p);
@@ -200,7 +142,7 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 template <class Config, EpilogueKind kEpilogue, class Params>
 __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
                                         const Smem<Config>& smem, int rank, int math) {
-  using Schedule = typename Schedulers<Params>::template Follower<Config>;
+  using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
   static_assert(!Schedule::kDynamic || Config::kSlots <= 2, "a block may store nothing by slots");
   const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -374,13 +316,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     } else if (warp == 3) {
       if constexpr (kEpilogue != EpilogueKind::plain && kEpilogue != EpilogueKind::add) {
-        using Schedule = typename Schedulers<Params>::template Follower<Config>;
+        using Schedule = ScheduleOf<Config, Params>;
         if (p.epilogue.side != SideTensor::none && tile::elect_one())
           run_epilogue_warp<Config, Schedule, kEpilogue == EpilogueKind::backward>(
               p, out_map, side_map, smem, rank);
         __syncwarp();
       } else {
-        Schedulers<Params>::run_idle_warp(p);
+        ScheduleOf<Config, Params>::run_idle_warp(p);
       }
     }
   } else {

@@ -44,7 +44,19 @@ struct Divider {
   }
 };
 
+// How the blocks of D, and K, are shared out among CTAs (gemm_scheduler.cuh):
+//   whole    a block at a time with all of its K
+//   split    a block and a part of its K, part by part, so that what runs at one time reads the
+//            same K; the sums of all parts are one tall matrix
+//   cluster  the CTAs of a cluster have a part each
+//   groups   as the ends of groups say, in device memory (gemm_grouped.cuh)
+enum class ScheduleKind { whole, split, cluster, groups };
+// Rows of a block, and CTAs that have neighbouring columns.
+template <class Params, int kM = 128, int kCluster = 1>
+class Scheduler;
+
 struct GemmParams {
+  static constexpr ScheduleKind kSchedule = ScheduleKind::whole;
   const uint32_t* lhs_scales;
   const uint32_t* rhs_scales;
   int lhs_tiles, rhs_tiles;  // scale tiles of one step along K
