@@ -22,6 +22,9 @@ void check(int64_t m, int64_t n, int64_t k, int sms, int parts = 1) {
                         ", sms=" + std::to_string(sms) + ", parts=" + std::to_string(parts));
 }
 
+constexpr const char* kKinds[kSplitKinds] = {"tiles", "codes", "codes_before", "decode",
+                                             "wide",  "nvfp4", "routed"};
+
 }  // namespace
 
 void bind_sm90_choice(py::module_& m) {
@@ -47,27 +50,29 @@ void bind_sm90_choice(py::module_& m) {
                              sms);
       },
       arg("m"), arg("n"), arg("full"), arg("sms"));
+  // Parts of K by the kind of product, of which `decode`, `wide` and `routed` do not read m.
   m.def(
-      "sm90_gemm_parts",
-      [](int64_t m, int64_t n, int64_t k, int sms) {
+      "sm90_num_splits",
+      [](const std::string& kind, int64_t m, int64_t n, int64_t k, int sms, int64_t groups,
+         int64_t block) {
         check(m, n, k, sms);
-        return choose_parts(m, n, k, sms);
+        check(groups, block, 0, 1);
+        for (int i = 0; i < kSplitKinds; ++i)
+          if (kind == kKinds[i])
+            return num_splits({static_cast<SplitKind>(i), n, k, sms, groups, m, block});
+        throw py::value_error("sm90: no kind of product is called " + kind);
       },
-      arg("m"), arg("n"), arg("k"), arg("sms"));
-  m.def(
-      "sm90_product_us",
-      [](int64_t m, int64_t n, int64_t k, int sms, int parts) {
-        check(m, n, k, sms, parts);
-        return product_us(m, n, k, sms, parts);
-      },
-      arg("m"), arg("n"), arg("k"), arg("sms"), arg("parts"));
+      arg("kind"), arg("m"), arg("n"), arg("k"), arg("sms"), arg("groups") = 0, arg("block") = 64);
+  // Microseconds of `tiles` as they run with K in parts, and of `codes`.
   m.def(
       "sm90_split_us",
-      [](int64_t m, int64_t n, int64_t k, int sms, int parts) {
+      [](const std::string& kind, int64_t m, int64_t n, int64_t k, int sms, int parts) {
         check(m, n, k, sms, parts);
-        return split_us(m, n, k, sms, parts);
+        if (kind == "codes") return codes_us(m, n, k, sms, parts);
+        if (kind == "tiles") return product_us(m, n, k, sms, parts);
+        throw py::value_error("sm90: there is no model of " + kind);
       },
-      arg("m"), arg("n"), arg("k"), arg("sms"), arg("parts"));
+      arg("kind"), arg("m"), arg("n"), arg("k"), arg("sms"), arg("parts"));
 }
 
 }  // namespace te_mx::bindings

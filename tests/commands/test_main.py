@@ -13,8 +13,7 @@ from fresh import python
 import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.frozen import Frozen
-from te_mx.backends.sm90.codes import best_parts
-from te_mx.backends.sm90.gemm import best
+from te_mx.backends.sm90.gemm import num_splits
 from te_mx.commands import candidates, tune
 from te_mx.commands.candidates import TOKENS, Shape, model_names, of_models
 from te_mx.commands.main import main
@@ -363,15 +362,14 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
     # Weights of 4 bits lie by rows, which one kernel reads as they are.
     codes, as_they_lie = (["sm90_codes"], [(-1, 1)]) if w == "mxfp4" else ([], [])
     assert [one.name for one in found] == [*codes, "sm90_adaptive", *tiles, *parts]
-    usual = best(4, 64, 512, as_on_hopper.MULTIPROCESSORS)
+    usual = num_splits("tiles", 4, 64, 512, as_on_hopper.MULTIPROCESSORS)
     # Blocks of D of any size have the same bits; in calls that cut k, tiles would leave it whole.
     assert usual == 1 and [one.name for one in same] == [
         *codes, "sm90_adaptive", *tiles
     ]  # fmt: skip
-    cut = best(4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
+    kind = "codes" if w == "mxfp4" else "tiles"
+    cut = num_splits(kind, 4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
     assert cut > 1
-    if w == "mxfp4":
-        cut = best_parts(4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
     assert [one.name for one in long] == [
         *(codes or ["sm90_adaptive"]), f"sm90_adaptive, parts {cut}"
     ]  # fmt: skip

@@ -1,9 +1,11 @@
-// Which blocks of D the Hopper GEMM computes, and into how many parts it cuts K: cost models that
-// depend on sizes and the number of multiprocessors alone. Host code, for machines without a GPU
-// too.
+// Which blocks of D the Hopper GEMM computes: a cost model that depends on sizes and the number of
+// multiprocessors alone. Host code, for machines without a GPU too. Into how many parts it cuts K:
+// sm90_split.h.
 #pragma once
 
 #include <cstdint>
+
+#include "te_mx/sm90_split.h"
 
 namespace te_mx::sm90 {
 
@@ -37,15 +39,6 @@ inline constexpr int kRowFactorTiles[] = {7, 8};
 inline constexpr int kGroupedTiles[] = {0, 4};
 inline constexpr int kSplitTiles[] = {2, 3};  // K in parts
 
-inline constexpr int64_t kStepK = 128;  // of K: parts are whole steps
-inline constexpr int kMostParts = 16;
-inline constexpr int kMostCodesParts = 8;  // of the GEMM that reads codes of 4 bits: a cluster
-// More CTAs a cluster do not all find room beside each other in a GPC, and so do fewer
-// multiprocessors than there are, in percent, where a cluster has more than two.
-inline constexpr int kMostClusterParts = 6, kClusterRoom = 90;
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The configuration of D[m, n], one of `count` tiles; `full`: of D that needs every epilogue.
 int choose_config(const int* tiles, int count, int64_t m, int64_t n, bool full, int sms);
 
@@ -55,19 +48,5 @@ int choose_grouped_config(int64_t m, int64_t n, int64_t groups, bool along_k, in
 // The configuration with K in parts: up to 64 rows the smaller blocks, which do not ask for rows
 // that are not there.
 constexpr int split_config(int64_t m) { return m <= kGemmTiles[kSplitTiles[1]].m ? 1 : 0; }
-
-// The parts of K of D[m, n] that take the least time; 1: K in one piece.
-int choose_parts(int64_t m, int64_t n, int64_t k, int sms);
-
-// Whether these parts are added up inside of clusters, each of which has a block of 128 x 128:
-// where all of them find room at the same time. Else a second kernel adds them up in memory.
-bool adds_in_clusters(int64_t m, int64_t n, int parts, int sms);
-
-// Microseconds with K in `parts`, the sums of which are written and read.
-double split_us(int64_t m, int64_t n, int64_t k, int sms, int parts);
-
-// Those of the GEMM with K in `parts` as it runs: in one piece, or added up where
-// adds_in_clusters() says.
-double product_us(int64_t m, int64_t n, int64_t k, int sms, int parts);
 
 }  // namespace te_mx::sm90

@@ -1,5 +1,5 @@
-// How a product of a few rows with weights that stand still is cut into pieces, and the call. Host
-// code alone, for machines without a GPU too.
+// The call of a product of a few rows with weights that stand still, and what of shared memory goes
+// where. Host code alone, for machines without a GPU too.
 //
 // Weights [n, k] are read as they lie for other kernels. Codes: rows of 8 bits, or two codes a
 // byte, that start multiples of 16 bytes apart, [n][ldw]. Scales: compact rows of them, or those of
@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "te_mx/fused.h"
+#include "te_mx/sm90_split.h"
 #include "te_mx/types.h"
 
 namespace te_mx::sm90 {
@@ -26,7 +27,6 @@ inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
 inline constexpr int kDecodeOwnRows = 8;  // at most, but of bf16 by CTAs of four warpgroups
 inline constexpr int kDecodeMaxStages = 16;
 inline constexpr int kDecodeMaxSteps = 32;  // quads of prepared x of a CTA that are on their way
-inline constexpr int kDecodeMaxCluster = 8;
 // Barriers: of every warp's ring, of steps of all parts that are there and that were read, of sums.
 constexpr int decode_bars(int warps) { return warps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1; }
 constexpr int decode_bar_bytes(int warps) { return decode_bars(warps) * 8 + 16; }  // and the block
@@ -52,31 +52,6 @@ inline constexpr int kDecodeChunkBytes = kDecodeChunk * kDecodeRows * 4;
 inline constexpr int kDecodeScaleRing = 2 * kDecodeChunkBytes + 128;
 constexpr int64_t decode_groups(int64_t n) { return (n + kDecodeRows - 1) / kDecodeRows; }
 constexpr int64_t decode_quads(int64_t k) { return (k + kDecodeQuad - 1) / kDecodeQuad; }
-
-// How a product is cut: a cluster of CTAs has some groups of rows of weights, each CTA a slice of
-// k. Its warpgroups have a tile of 64 rows each, or there are fewer tiles and they have parts of
-// the slice. Sums of parts are added up in order, so results depend on their number, and that on n
-// and k alone.
-struct DecodeSplit {
-  int cluster = 1;     // at most kDecodeMaxCluster; 0: there is no such split
-  int tiles = 1;       // 1, 2 or 4
-  int warpgroups = 2;  // of a CTA: 2, or 4; at least one a tile
-  int clusters = 0;    // of the grid, at least: groups are spread evenly
-  constexpr int parts() const { return warpgroups / tiles; }  // of a slice
-  constexpr int sums() const { return cluster * parts(); }    // that are added up
-};
-// grouped: of one of several products in a launch.
-DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped = false);
-// The same sums by CTAs of two warpgroups.
-constexpr DecodeSplit decode_narrowed(const DecodeSplit& s) {
-  if (s.warpgroups == 2) return s;
-  return {s.tiles == 1 ? 2 * s.cluster : s.cluster, s.tiles == 1 ? 1 : s.tiles / 2};
-}
-// One split as a number from 0, as Execution::kernel has it, and how many there are: with two
-// warpgroups, then with four, where a CTA for every SM is aimed at.
-inline constexpr int kDecodeNarrow = 2 * kDecodeMaxCluster;
-inline constexpr int kDecodeSplits = kDecodeNarrow + 3 * kDecodeMaxCluster;
-DecodeSplit decode_split_of(int index, int64_t n, int sms);
 
 // Bytes of a quad of x for `rows` rows, codes or fp16 numbers, and of its scales in fp32.
 constexpr int decode_input_bytes(int rows, bool halves) {
@@ -120,16 +95,6 @@ constexpr int wide_rows(int64_t m, int64_t groups = 0) {
   const int rows = decode_rows(m, groups);
   return rows < 16 ? 16 : rows;
 }
-// CTAs of a cluster, the parts of k: three for two SMs, more or less, were the fastest of all that
-// there are, of eight shapes with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md). Of
-// groups, however many, 16 are thought to have rows.
-constexpr int wide_cluster(int64_t n, int64_t k, int sms, int64_t groups = 0) {
-  const int64_t tiles = (n + 127) / 128 * (groups > 0 ? 16 : 1),
-                best = (290 * int64_t{sms} / 100 + tiles) / (2 * tiles);
-  const int64_t most = decode_quads(k) < kDecodeMaxCluster ? decode_quads(k) : kDecodeMaxCluster;
-  return static_cast<int>(best < 1 ? 1 : best < most ? best : most);
-}
-
 // out[m, n] = act(x[m, k] @ w[n, k]^T + bias). With groups, each of them has a w and a bias of its
 // own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
 // quantize(), or of 16 bits as they are; or plain codes with their scales.

@@ -30,16 +30,6 @@ constexpr int64_t nvfp4_blocks(int64_t n, int64_t k) {
   return (n + kNvfp4Rows - 1) / kNvfp4Rows * ((k + kNvfp4Quad - 1) / kNvfp4Quad);
 }
 
-// CTAs of a cluster, whose halves have parts of k, by the sizes of a weight alone: three for two
-// SMs, more or less, were the fastest of eight shapes with 1 to 64 rows (NVIDIA H200). Of groups
-// there are several products.
-constexpr int nvfp4_cluster(int64_t n, int64_t k, int sms, bool grouped) {
-  const int64_t tiles = (n + kNvfp4Rows - 1) / kNvfp4Rows;
-  const int64_t most = (k + kNvfp4Quad - 1) / kNvfp4Quad, ctas = grouped ? sms / 4 : sms * 31 / 20;
-  const int64_t best = (2 * ctas + tiles) / (2 * tiles), fit = most < 8 ? most : 8;
-  return static_cast<int>(best < 1 ? 1 : best < fit ? best : fit);
-}
-
 // out[m, n] = act(scale * (x[m, k] @ (codes * block scales)[n, k]^T) + bias): products are exact,
 // sums fp32. With groups, each of them has weights, a scale and a bias of its own, one behind the
 // other, and rows of no group become 0.
@@ -62,7 +52,8 @@ struct Nvfp4Args {
   Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
-  Execution execution;  // kernel: the CTAs of a cluster, -1: chosen; nvfp4_cluster() up to 64 rows
+  Execution execution;  // kernel: the CTAs of a cluster, whose halves have parts of k up to 64
+                        // rows; -1: num_splits()
 };
 // No workspace. w, w_scales and x are aligned to 16 bytes.
 Status nvfp4_product(const Nvfp4Args& args);

@@ -21,7 +21,7 @@ Status launch_align(const AlignedInput& x, int blocks, void* stream) {
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
 Status run_wide(const DecodeTask& t, int spread, int sms) {
-  const WideParams p = wide_params(t, spread, wide_cluster(t.n, t.k, sms));
+  const WideParams p = wide_params(t, spread, num_splits({SplitKind::wide, t.n, t.k, sms}));
   const int rows = wide_rows(p.x.m);
   if (wide_makes(p, p.x.m, kWideOwnQuads)) {
     const Status status = run<WideMath<8, true>>(p, t);

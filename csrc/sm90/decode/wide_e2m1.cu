@@ -16,7 +16,7 @@ Status run(WideFp4Params p, const DecodeTask& t) {
 Status run_wide_e2m1(const DecodeTask& t, int spread, int sms) {
   const int groups = t.rows.groups.count;
   WideFp4Params p;
-  p.wide = wide_params(t, spread, wide_cluster(t.n, t.k, sms, groups));
+  p.wide = wide_params(t, spread, num_splits({SplitKind::wide, t.n, t.k, sms, groups}));
   p.blocks = t.p.w_scales.blocks;
   const auto lie = [&](int bytes) {
     return p.blocks % bytes == 0 && reinterpret_cast<uintptr_t>(p.wide.words) % bytes == 0;

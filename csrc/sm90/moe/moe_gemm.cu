@@ -13,8 +13,6 @@ namespace {
 
 using namespace moe;
 
-// How many warps cut k: so that each has five chunks or more, because an item costs about one.
-int parts_of(int chunks) { return chunks >= 40 ? 8 : chunks >= 20 ? 4 : chunks >= 10 ? 2 : 1; }
 int log2_of(int v) { return v <= 1 ? 0 : 1 + log2_of(v / 2); }
 
 bool aligned(const void* p, int to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
@@ -108,7 +106,7 @@ Status moe_gemm(const MoeGemmArgs& a) {
   p.n = static_cast<int>(a.rhs.rows), p.k = static_cast<int>(a.rhs.k);
   p.blocks = p.k / static_cast<int>(kBlock);
   p.chunks = (p.k + kChunk - 1) / kChunk;
-  p.parts = parts_of(p.chunks);
+  p.parts = num_splits({SplitKind::routed, p.n, p.k}), p.shares = shares_of(p.chunks, p.parts);
   p.groups = kWarps / p.parts;
   p.shift = log2_of(p.groups * kRows);
   p.slices = (p.n + p.groups * kRows - 1) / (p.groups * kRows);

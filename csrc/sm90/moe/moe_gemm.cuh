@@ -15,9 +15,8 @@
 // not depend on other rows, on where it stands in the lists nor on n.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "common/numbers.cuh"
+#include "common/shares.cuh"
 #include "moe/moe_codes.cuh"
 #include "moe/moe_list.cuh"
 #include "mxtile/sm90/barrier.cuh"
@@ -35,6 +34,7 @@ struct MoeParams {
   int64_t experts;
   int n, k, blocks;    // of 32 k
   int chunks, parts;   // of k
+  Shares shares;       // of the chunks
   int groups, slices;  // groups of an item, a power of two; items of a piece
   int shift;           // rows of an item: 1 << shift
   int first_piece;     // of the launch
@@ -246,12 +246,6 @@ __device__ __forceinline__ void multiply(const Stage<kW>& stage, const TokenChun
   }
 }
 
-__device__ __forceinline__ float number_at(const void* from, int64_t i, DType dtype) {
-  if (dtype == DType::bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
-  if (dtype == DType::f16) return __half2float(static_cast<const __half*>(from)[i]);
-  return static_cast<const float*>(from)[i];
-}
-
 // Adds the parts of an item up and writes its rows of out.
 template <class SharedRoom>
 __device__ __forceinline__ void finish(const MoeParams& p, const SharedRoom& room, int turn,
@@ -268,16 +262,9 @@ __device__ __forceinline__ void finish(const MoeParams& p, const SharedRoom& roo
       sum = part == 0 ? v : sum + v;
     }
     if (p.bias != nullptr)
-      sum += number_at(p.bias, int64_t{piece.expert} * p.n + col, p.bias_dtype);
+      sum += load_number(p.bias, int64_t{piece.expert} * p.n + col, p.bias_dtype);
     if (p.weights != nullptr) sum *= __ldg(p.weights + row);
-    const int64_t to = int64_t{row} * p.n + col;
-    if (p.out_dtype == DType::bf16) {
-      static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16(sum);
-    } else if (p.out_dtype == DType::f16) {
-      static_cast<__half*>(p.out)[to] = __float2half(sum);
-    } else {
-      static_cast<float*>(p.out)[to] = sum;
-    }
+    store_number(p.out, int64_t{row} * p.n + col, p.out_dtype, sum);
   }
 }
 
@@ -300,7 +287,7 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas)
   Stage<kW>* const ring = room.ring[warp];
 
   Walk<kW> asked;
-  asked.first = part * p.chunks / p.parts, asked.last = (part + 1) * p.chunks / p.parts;
+  asked.first = p.shares.begin(part), asked.last = p.shares.begin(part + 1);
   asked.enter(p, room.pieces, static_cast<int>(blockIdx.x), items, group, lane);
   Walk<kW> now = asked;
   const auto ask_next = [&](int stage) {

@@ -5,6 +5,7 @@
 #include "common/launch.h"
 #include "mxtile/sm90/tensor_map.h"
 #include "nvfp4/nvfp4_kernel.cuh"
+#include "te_mx/sm90_split.h"
 
 namespace te_mx::sm90 {
 namespace {
@@ -29,20 +30,12 @@ Status check(const Nvfp4Args& a) {
   return Status::ok;
 }
 
-// Parts of k: up to 64 rows those that the sizes of the weight say, so that the bits of a row do
+// CTAs of a cluster: up to 64 rows what the sizes of the weight say, so that the bits of a row do
 // not depend on their number.
 template <class Math>
-int parts_of(const Nvfp4Args& a, int blocks) {
-  const int sms = current_device().sms;
-  if (a.groups.count > 0 || a.m <= 64) return nvfp4_cluster(a.n, a.k, sms, a.groups.count > 0);
-  if constexpr (Math::kCtas > 1) return nvfp4_cluster(a.n * blocks, a.k, sms, false);
-  // CTAs that have an SM alone: as many as run at once in clusters of so many.
-  const int64_t all = (a.n + 127) / 128 * blocks;
-  for (int cluster = 6; cluster > 1; --cluster) {
-    constexpr int kAtOnce[] = {132, 66, 42, 30, 24, 17};
-    if (all <= kAtOnce[cluster - 1]) return cluster;
-  }
-  return 1;
+int cluster_of(const Nvfp4Args& a) {
+  return num_splits(
+      {SplitKind::nvfp4, a.n, a.k, current_device().sms, a.groups.count, a.m, Math::kCols});
 }
 
 template <class Math>
@@ -58,8 +51,7 @@ Status run(const Nvfp4Args& a) {
   if (a.groups.count > 0) rows.groups = group_table(a.groups);
   p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
   const int tiles = tiles_of<Math>(p.groups);
-  p.cluster =
-      std::min(a.execution.kernel > 0 ? a.execution.kernel : parts_of<Math>(a, p.blocks), p.quads);
+  p.cluster = std::min(a.execution.kernel > 0 ? a.execution.kernel : cluster_of<Math>(a), p.quads);
   p.parts = shares_of(p.quads, p.cluster);
   const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
   p.stages = room.stages, p.sums_at = room.sums_at;

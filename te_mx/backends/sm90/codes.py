@@ -20,43 +20,21 @@ from te_mx.dispatch.problem import FEW_ROWS, STREAM_ROWS, Problem, whole_vectors
 from te_mx.dispatch.registry import register
 
 CODES = "sm90_codes"
-# CTAs of a cluster. More than 6 do not all find room at once beside each other in a GPC.
-MOST_PARTS = 6
-BLOCK, STEP_K, SMALL = 128, 128, "128x128"
-# Microseconds on an NVIDIA H200 (2026-11-27): a launch, a step of k of a wave, and the exchange of
-# sums inside a cluster, which computes one block and is launched anew for the next. GAIN: what
-# cutting k must win. ROOM: the share of multiprocessors that clusters of more than 2 take.
-LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 5.2, 0.58, 2.0, 1.05, 0.9
-# Of unpacking before (2026-11-27): a launch, and codes a microsecond. In front of this kernel a
-# launch for the inputs takes longer, as little of it is hidden.
+BLOCK, SMALL = 128, "128x128"
+# Of unpacking before, on an NVIDIA H200 (2026-11-27): microseconds of a launch, and codes a
+# microsecond. In front of this kernel a launch for the inputs takes longer, as little of it is
+# hidden.
 UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
-# Steps of k from which two parts in clusters were faster than one, with blocks for half of the GPU.
-TWO_FROM = 56
 
 
-def _us(m: int, n: int, k: int, sms: int, parts: int) -> float:
-    """Microseconds with k in `parts`, of which clusters add up the sums."""
-    blocks, steps = -(-m // BLOCK) * -(-n // BLOCK), -(-k // STEP_K)
-    at_once = sms // parts if parts <= 2 else int(ROOM * sms) // parts
-    waves = -(-blocks // max(1, at_once))
-    if parts == 1:
-        return LAUNCH_US + waves * steps * STEP_US
-    return waves * (LAUNCH_US + -(-steps // parts) * STEP_US + EXCHANGE_US)
-
-
-@lru_cache(maxsize=4096)
 def best_parts(m: int, n: int, k: int, sms: int) -> int:
     """The parts of k of D[m, n] that take the least time by the model."""
-    most = min(-(-k // STEP_K), MOST_PARTS)
-    return min(range(1, most + 1), key=lambda p: _us(m, n, k, sms, p) * (1 if p == 1 else GAIN))
+    return gemm.num_splits("codes", m, n, k, sms)
 
 
-@lru_cache(maxsize=4096)
 def parts_before(m: int, n: int, k: int, sms: int) -> int:
     """The parts of k of D[m, n] where codes are unpacked before the product."""
-    parts = gemm.best(m, n, k, sms)
-    blocks = -(-m // BLOCK) * -(-n // BLOCK)
-    return 2 if parts == 1 and -(-k // STEP_K) >= TWO_FROM and 2 * blocks <= sms else parts
+    return gemm.num_splits("codes_before", m, n, k, sms)
 
 
 @lru_cache(maxsize=4096)
@@ -72,8 +50,8 @@ def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool)
         return False
     codes = (n + m) * k
     of_packed = parts_before(m, n, k, sms) if cut else 1
-    before = UNPACK_US + codes / UNPACK_RATE + gemm.product_us(m, n, k, sms, of_packed)
-    in_loop = _us(m, n, k, sms, parts)
+    before = UNPACK_US + codes / UNPACK_RATE + gemm.split_us("tiles", m, n, k, sms, of_packed)
+    in_loop = gemm.split_us("codes", m, n, k, sms, parts)
     return before < in_loop + INPUT_US + m * k / INPUT_RATE
 
 

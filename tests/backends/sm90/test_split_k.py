@@ -37,27 +37,37 @@ SIZES = st.integers(1, 20000)
 
 @pytest.mark.parametrize("sizes", WORTH, ids=str)
 def test_few_tiles_and_a_long_k_are_cut(sizes):
-    count = sm90.best(*sizes, SMS)
+    count = sm90.num_splits("tiles", *sizes, SMS)
     assert 1 < count <= native.SM90_MOST_PARTS
-    assert native.sm90_split_us(*sizes, SMS, count) <= native.sm90_split_us(*sizes, SMS, 2)
+    assert sm90.split_us("tiles", *sizes, SMS, count) <= sm90.split_us("tiles", *sizes, SMS, 1)
 
 
 @pytest.mark.parametrize("sizes", NOT_WORTH, ids=str)
 def test_what_fills_the_chip_or_is_short_is_not(sizes):
-    assert sm90.best(*sizes, SMS) == 1
+    assert sm90.num_splits("tiles", *sizes, SMS) == 1
 
 
-@given(SIZES, SIZES, st.integers(1, 200000), st.sampled_from([1, 78, 114, 132]))
-def test_every_part_has_some_of_k(n, m, k, sms):
-    count = sm90.best(n, m, k, sms)
-    assert 1 <= count <= min(native.SM90_MOST_PARTS, -(-k // native.SM90_STEP_K))
-    sm90.best.cache_clear()
-    assert sm90.best(n, m, k, sms) == count
+KINDS = ["tiles", "codes", "codes_before", "decode", "wide", "nvfp4", "routed"]
+
+
+@given(st.sampled_from(KINDS), SIZES, SIZES, st.integers(1, 200000), st.integers(1, 132))
+def test_every_part_has_some_of_k(kind, m, n, k, sms):
+    count = sm90.num_splits(kind, m, n, k, sms)
+    least = 2 if kind == "decode" else 1  # its CTAs have two warpgroups
+    assert 1 <= count <= max(least, min(native.SM90_MOST_PARTS, -(-k // native.SM90_STEP_K)))
+    sm90.num_splits.cache_clear()
+    assert sm90.num_splits(kind, m, n, k, sms) == count
+
+
+@given(st.sampled_from(KINDS[3:]), st.integers(1, 64), SIZES, st.integers(1, 60000))
+def test_rows_that_stand_beside_a_row_cut_no_k_of_weights_that_stand_still(kind, m, n, k):
+    rows = [m, 1, 64] if kind == "nvfp4" else [m, 1, 100 * m]
+    assert len({sm90.num_splits(kind, one, n, k, SMS) for one in rows}) == 1
 
 
 @given(st.integers(1, 64), st.integers(100, 60000))
 def test_a_gpu_that_one_tile_fills_cuts_nothing(n, k):
-    assert sm90.best(n, 128, k, 1) == 1
+    assert sm90.num_splits("tiles", n, 128, k, 1) == 1
 
 
 def test_native_code_describes_its_tiles():
@@ -117,7 +127,7 @@ def test_native_code_is_told_the_parts(told, packed, guarded):
     lhs, rhs = sides(m, n, k)
     if packed:
         lhs, rhs = (ops.convert_2d(operand, "mxfp8_e4m3@sm90:8") for operand in (lhs, rhs))
-    parts = sm90.best(m, n, k, SMS)
+    parts = sm90.num_splits("tiles", m, n, k, SMS)
     assert parts > 1
     for mode, want in ((Mode(), 1), (Mode(split_k=True), parts)):
         ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode)
