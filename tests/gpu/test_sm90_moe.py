@@ -4,6 +4,7 @@ contract's bound; bits that do not depend on the lists; graphs; scales at the en
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,8 @@ def test_what_the_kernel_does_not_take_runs_elsewhere():
     r = ROUTINGS["one token"]
     a, w = quantized(1, 70), quantized(8, 40, 70)  # k that is no multiple of 32
     exact = {"out_dtype": torch.float32, "recipe": MXFP8BlockScaling(precision="exact")}
-    out = grouped(a, w, aligned(r), r, 2, **exact)  # by Triton where it is installed
+    with warnings.catch_warnings():  # by Triton where it is installed, else by the reference
+        warnings.simplefilter("ignore", te_mx.FallbackWarning)
+        out = grouped(a, w, aligned(r), r, 2, **exact)
     want, _, hit = product(r, a.dequantize().cpu(), w.dequantize().cpu(), 2, None, None)
     torch.testing.assert_close(out.cpu()[hit].double(), want[hit], rtol=2e-2, atol=2e-2)
