@@ -1,6 +1,8 @@
 // Normalization of few rows, each by a CTA of its own: what stands between two products of a
 // decoding step. Next to no work, so what counts is the way to it: the kernel starts while the one
 // before ends, has its weights in L2 by then, and lets the next one ask for its own.
+#include <type_traits>
+
 #include "fused/activation.cuh"
 #include "fused/fused_patch.cuh"
 #include "mxtile/sm90/copy_async.cuh"
@@ -22,7 +24,7 @@ struct NormRowsParams {
   const void* weight;
   const void* bias;
   void* z;
-  DType z_dtype;
+  DType z_dtype, weight_dtype;
 };
 
 // Eight elements, of which `left` exist. NOTE: past L1, which may hold what was there before the
@@ -50,6 +52,36 @@ __device__ __forceinline__ void read_8(Eight<T>& v, const void* of, int64_t at, 
     }
   }
 }
+
+// Eight elements of weight or bias: of the type of x, or of one that is known at run time.
+struct Late {};
+template <class W>
+struct Weights {
+  Eight<W> v;
+  __device__ __forceinline__ void read(DType, const void* of, int64_t at, int left, bool vectors) {
+    read_8(v, of, at, left, vectors);
+  }
+  __device__ __forceinline__ void unpack(DType, float (&to)[8]) const { v.unpack(to); }
+};
+template <>
+struct Weights<Late> {
+  Eight<float> v;  // of 16 bits they are the first four words
+  __device__ __forceinline__ void read(DType dtype, const void* of, int64_t at, int left,
+                                       bool vectors) {
+    if (dtype == DType::f32) return read_8(v, of, at, left, vectors);
+    Eight<__half> bits;
+    read_8(bits, of, at, left, vectors);
+    v.chunks[0] = bits.chunks[0];
+  }
+  __device__ __forceinline__ void unpack(DType dtype, float (&to)[8]) const {
+    if (dtype == DType::f32) return v.unpack(to);
+    const auto as = [&]<class T>(Eight<T> bits) {
+      bits.chunks[0] = v.chunks[0];
+      bits.unpack(to);
+    };
+    dtype == DType::bf16 ? as(Eight<__nv_bfloat16>()) : as(Eight<__half>());
+  }
+};
 
 template <class T>
 __device__ __forceinline__ void write_8(void* to, int64_t at, const float (&v)[8], int left,
@@ -82,9 +114,9 @@ __device__ __forceinline__ float sum_of_lanes(float (&room)[kLanes], float own) 
   return sum;
 }
 
-// Grid: rows. In, W: of x, and of weight and bias. A warp has every eighth chunk of 256 columns, a
-// thread 8 neighbours of each; kHeld of them stay in registers, more are read again. What is summed
-// goes by way of shared memory to the threads that are its lanes.
+// Grid: rows. In, W: of x, and of weight and bias, In or Late. A warp has every eighth chunk of 256
+// columns, a thread 8 neighbours of each; kHeld of them stay in registers, more are read again.
+// What is summed goes by way of shared memory to the threads that are its lanes.
 template <class In, class W, int kHeld>
 __global__ void __launch_bounds__(kLanes)
     norm_rows_kernel(const __grid_constant__ NormRowsParams p) {
@@ -92,16 +124,16 @@ __global__ void __launch_bounds__(kLanes)
   __shared__ __align__(16) float room[kChunks][kLanes];
   __shared__ float lanes[kLanes];
   const int warp = static_cast<int>(threadIdx.x) / 32, own = static_cast<int>(threadIdx.x) % 32 * 8;
-  constexpr int kLine = 128 / sizeof(W);
-  for (int i = static_cast<int>(threadIdx.x) * kLine; i < p.cols; i += kLanes * kLine) {
-    tile::prefetch_l2(static_cast<const W*>(p.weight) + i);
-    if (p.bias != nullptr) tile::prefetch_l2(static_cast<const W*>(p.bias) + i);
+  const int bytes = !std::is_same_v<W, Late> ? sizeof(In) : p.weight_dtype == DType::f32 ? 4 : 2;
+  for (int i = static_cast<int>(threadIdx.x) * 128; i < p.cols * bytes; i += kLanes * 128) {
+    tile::prefetch_l2(static_cast<const char*>(p.weight) + i);
+    if (p.bias != nullptr) tile::prefetch_l2(static_cast<const char*>(p.bias) + i);
   }
   tile::await_predecessors();
   const int64_t x0 = blockIdx.x * p.stride, z0 = blockIdx.x * int64_t{p.cols};
   // NOTE: all that is read is on its way at once.
   Eight<In> held[kHeld];
-  Eight<W> weights[kHeld];
+  Weights<W> weights[kHeld];
 #pragma unroll
   for (int j = 0; j < kHeld; ++j) {
     const int col = (warp + j * kWarps) * kLanes + own;
@@ -110,7 +142,7 @@ __global__ void __launch_bounds__(kLanes)
 #pragma unroll
   for (int j = 0; j < kHeld; ++j) {
     const int col = (warp + j * kWarps) * kLanes + own;
-    read_8(weights[j], p.weight, col, p.cols - col, p.vectors);
+    weights[j].read(p.weight_dtype, p.weight, col, p.cols - col, p.vectors);
   }
   // Calls f(elements, j, their first column) for those of this thread from column `first` on.
   const auto each = [&](int first, const auto& f) {
@@ -152,18 +184,18 @@ __global__ void __launch_bounds__(kLanes)
   for (int first = 0; first < p.cols; first += kChunks * kLanes) {
     each(first, [&](float (&v)[8], int j, int col) {
       const int left = p.cols - col;
-      Eight<W> of_weight = weights[j], of_bias;
-      if (first > 0) read_8(of_weight, p.weight, col, left, p.vectors);
+      Weights<W> of_weight = weights[j];
+      if (first > 0) of_weight.read(p.weight_dtype, p.weight, col, left, p.vectors);
       float weight[8], bias[8];
-      of_weight.unpack(weight);
+      of_weight.unpack(p.weight_dtype, weight);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const float factor = p.zero_centered ? add(weight[k], 1.0f) : weight[k];
         v[k] = mul(mul(p.rms ? v[k] : sub(v[k], mean), rstd), factor);
       }
       if (p.bias != nullptr) {
-        read_8(of_bias, p.bias, col, left, p.vectors);
-        of_bias.unpack(bias);
+        of_weight.read(p.weight_dtype, p.bias, col, left, p.vectors);
+        of_weight.unpack(p.weight_dtype, bias);
 #pragma unroll
         for (int k = 0; k < 8; ++k) v[k] = add(v[k], bias[k]);
       }
@@ -205,14 +237,16 @@ Status normalize_rows(const NormRowsArgs& a) {
   NormRowsParams p{};
   p.x = a.x.data, p.stride = a.x.row_stride, p.cols = static_cast<int>(a.x.cols);
   p.rms = a.rms, p.zero_centered = a.zero_centered, p.eps = a.eps, p.inverse = a.inverse;
-  p.weight = a.weight, p.bias = a.bias, p.z = a.z, p.z_dtype = a.z_dtype;
+  p.weight = a.weight, p.bias = a.bias, p.weight_dtype = a.weight_dtype;
+  p.z = a.z, p.z_dtype = a.z_dtype;
   const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
   const int64_t bytes = a.x.dtype == DType::f32 ? 4 : 2;
   p.vectors = a.x.cols % 8 == 0 && a.x.row_stride * bytes % 16 == 0 && aligned(a.x.data) &&
               aligned(a.weight) && aligned(a.bias) && aligned(a.z);
   return with_dtype(a.x.dtype, [&]<class In>(In*) {
-    return with_dtype(a.weight_dtype,
-                      [&]<class W>(W*) { return launch<In, W>(p, a.x.rows, a.execution.stream); });
+    const bool same = a.weight_dtype == a.x.dtype;
+    return same ? launch<In, In>(p, a.x.rows, a.execution.stream)
+                : launch<In, Late>(p, a.x.rows, a.execution.stream);
   });
 }
 

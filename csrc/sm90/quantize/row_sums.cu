@@ -36,6 +36,13 @@ __device__ __forceinline__ float sum_16(const uint32_t (&w)[4]) {
   return ((s[0].x + s[1].x) + (s[2].x + s[3].x)) + ((s[0].y + s[1].y) + (s[2].y + s[3].y));
 }
 
+// f<format>(): of kFmt where codes are read in vectors, elsewhere of what the call says.
+template <tile::Fp8 kFmt, bool kVectors, class F>
+__device__ __forceinline__ void with_format(const RowSumsTask& a, const F& f) {
+  if (kVectors || a.element == Element::e4m3) return f.template operator()<kFmt>();
+  f.template operator()<tile::Fp8::e5m2>();
+}
+
 // Codes [rows, k]: a warp a row, a lane 16 codes at a time, all of one block. kVectors: rows are
 // multiples of 16 bytes, aligned.
 template <tile::Fp8 kFmt, bool kVectors>
@@ -65,8 +72,10 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Row
         }
       }
     }
+    with_format<kFmt, kVectors>(a, [&]<tile::Fp8 kOf>() {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) sum += sum_16<kFmt>(w[i]) * tile::e8m0_to_float(scale[i]);
+      for (int i = 0; i < kAtOnce; ++i) sum += sum_16<kOf>(w[i]) * tile::e8m0_to_float(scale[i]);
+    });
   }
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -109,14 +118,16 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ R
           }
         }
       }
+      with_format<kFmt, kVectors>(a, [&]<tile::Fp8 kOf>() {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 two = values<kFmt>((j < 2 ? v[i].x : v[i].y) >> (j % 2 * 16));
-          sum[2 * j] += two.x, sum[2 * j + 1] += two.y;
+          for (int j = 0; j < 4; ++j) {
+            const float2 two = values<kOf>((j < 2 ? v[i].x : v[i].y) >> (j % 2 * 16));
+            sum[2 * j] += two.x, sum[2 * j + 1] += two.y;
+          }
         }
-      }
+      });
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] *= factor[j];
@@ -137,7 +148,7 @@ Status launch(const RowSumsTask& a, cudaStream_t stream) {
     const int64_t grid = (a.rows + kWarps - 1) / kWarps;
     if (grid > INT32_MAX) return Status::unsupported;
     const bool vectors = a.k % 16 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 16 == 0;
-    const auto kernel = vectors ? sum_rows<kFmt, true> : sum_rows<kFmt, false>;
+    const auto kernel = vectors ? sum_rows<kFmt, true> : sum_rows<tile::Fp8::e4m3, false>;
     kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(a);
     return started(cudaGetLastError());
   }
@@ -148,7 +159,7 @@ Status launch(const RowSumsTask& a, cudaStream_t stream) {
                   static_cast<unsigned>(chunks < kMaxY ? chunks : kMaxY),
                   static_cast<unsigned>((chunks + kMaxY - 1) / kMaxY));
   const bool vectors = a.rows % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 8 == 0;
-  const auto kernel = vectors ? sum_chunks<kFmt, true> : sum_chunks<kFmt, false>;
+  const auto kernel = vectors ? sum_chunks<kFmt, true> : sum_chunks<tile::Fp8::e4m3, false>;
   kernel<<<grid, kThreads, 0, stream>>>(a);
   const Status status = started(cudaGetLastError());
   if (status != Status::ok) return status;
