@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_mx.nn import checks
-from te_mx.nn.invariant import sum_of_keys
+from te_mx.nn import invariant as in_order
 from te_mx.nn.tensor_parallel import BOTH, COLUMN, ROW, Shared, check_group, shared
 from te_mx.runtime.arguments import check_flag, check_number, check_size, check_word
 from te_mx.te import attention_checks, attention_masks
@@ -142,7 +142,7 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
 def _written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
     """The formula in fp32, with all scores in memory, and these."""
     k, v = _spread(k, q), _spread(v, q)
-    product = _in_order if how.invariant else torch.matmul
+    product = in_order.product if how.invariant else torch.matmul
     s = product(q.float(), k.float().transpose(-1, -2)) * how.scale
     if how.bias is not None and how.bias_inside_cap:
         s = s + how.bias.float()
@@ -162,7 +162,7 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, 
         most = s.amax(-1, keepdim=True)
         most = most if sink is None else torch.maximum(most, sink)
         p = torch.exp(s - most)
-        total = sum_of_keys(p)[..., None]
+        total = in_order.sum_of_keys(p)[..., None]
         p = p / (total if sink is None else total + torch.exp(sink - most))
     elif sink is not None:
         p = torch.cat((s, sink), -1).softmax(-1)[..., :-1]
@@ -170,17 +170,6 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, 
         p = s.softmax(-1)
     p = F.dropout(p, how.dropout) if how.dropout else p
     return product(p, v.float()).to(v.dtype), s
-
-
-_MOST_PRODUCTS = 1 << 24  # that lie in memory at once
-
-
-def _in_order(a: Tensor, b: Tensor) -> Tensor:
-    """a [.., m, k] @ b [.., k, n], some rows of a at a time: sums in the order of sum_of_keys."""
-    turned = b.transpose(-1, -2).unsqueeze(-3)
-    each = max(1, _MOST_PRODUCTS // max(1, turned.numel()))
-    parts = [sum_of_keys(rows.unsqueeze(-2) * turned) for rows in a.split(each, -2)]
-    return torch.cat(parts, -2)
 
 
 _OWNER = "te_mx.DotProductAttention"
