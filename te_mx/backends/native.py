@@ -174,7 +174,7 @@ def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
             if words_of(spec)[0] == "nvfp4_rows":
                 fields[f"{side}_tensor_scales"] = TENSOR_SCALES["rows"]
             if hasattr(layout, "spread"):
-                fields["spread"] = layout.spread
+                fields["spread"] = max(layout.spread, fields.get("spread", 0))
     return fields
 
 
@@ -185,8 +185,8 @@ def one_read(row: str, col: str) -> str | None:
     if not (row and col):
         return None
     (row_fmt, row_layout), (col_fmt, col_layout) = spec_of(row), spec_of(col)
-    spreads = [getattr(layout, "spread", PLAIN) for layout in (row_layout, col_layout)]
-    if row_fmt.untransformed != col_fmt.untransformed or spreads[0] != spreads[1]:
+    alike = getattr(row_layout, "beside", PLAIN) == getattr(col_layout, "spread", PLAIN)
+    if row_fmt.untransformed != col_fmt.untransformed or not alike:
         return "makes both directions in one format, both packed alike or both plain"
     return None
 

@@ -24,8 +24,8 @@ class Forms(NamedTuple):
 def wanted_layouts(
     device: torch.device, op: str, lhs: str, rhs: str, precision: str, spread: int, rule: str
 ) -> str:
-    """ "<row> <col> <right col>": layouts that the kernel of an op wants for two formats of a large
-    problem.
+    """ "<row> <col> <right col> <right row>": layouts that the kernel of an op wants for two
+    formats of a large problem.
 
     A plain function of constants that returns one.
     """
@@ -58,5 +58,5 @@ def forms(
 
 
 def _forms(fmt: str, layouts: str, right: bool) -> Forms:
-    row, col, right_col = layouts.split(" ")
-    return Forms(f"{fmt}@{row}", f"{fmt}@{(right and right_col) or col}")
+    row, col, right_col, right_row = layouts.split(" ")
+    return Forms(f"{fmt}@{(right and right_row) or row}", f"{fmt}@{(right and right_col) or col}")

@@ -31,11 +31,12 @@ def derive(key: Any, made: Any) -> Any:
 
 class Wants(NamedTuple):
     """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones;
-    the latter of right operands, which backward may have to wait for, if not so."""
+    right_col, right_row: of right operands, if not so. Backward may have to wait for the former."""
 
     row: str = "rows"
     col: str = "cols"
     right_col: str = ""
+    right_row: str = ""
 
 
 class Kernel:

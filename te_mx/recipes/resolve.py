@@ -21,6 +21,7 @@ NAMED: dict[str, Recipe] = {
     "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "mxfp8-floor": MXFP8BlockScaling(scale_rule="floor"),
     "mxfp8-exact": MXFP8BlockScaling(precision="exact"),
+    "mxfp8-invariant": MXFP8BlockScaling(precision="invariant"),
     "float8_block": Float8BlockScaling(),
     "deepseek_v3": DeepSeekV3(),
     "mxfp4": MXFP4BlockScaling(),
@@ -47,7 +48,7 @@ def resolve_recipe(recipe: Any) -> Recipe:
 
     ``"mxfp8"``         `MXFP8BlockScaling()`, the default; ``"mxfp8-hybrid"`` with E5M2 gradients,
                         ``"mxfp8-floor"`` with the scale rule of the OCP text, ``"mxfp8-exact"``
-                        with ``precision="exact"``
+                        and ``"mxfp8-invariant"`` with that ``precision``
     ``"float8_block"``  `Float8BlockScaling()`; ``"deepseek_v3"`` is `DeepSeekV3()`
     ``"mxfp4"``         `MXFP4BlockScaling()`, backward in MXFP8; ``"mxfp4_all"`` with ``g="mxfp4"``
     ``"nvfp4"``         `NVFP4BlockScaling()`, Transformer Engine's

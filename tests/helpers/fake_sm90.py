@@ -178,7 +178,8 @@ def _quantize(to, values: Tensor) -> int:
             continue
         order = _ORDERS[place.layout]
         if order == "sm90":
-            _write_packed(place, codes, scales, name, k, to.spread)
+            spread = to.spread if place is to.row else min(to.spread, 8)  # 9 is about rows
+            _write_packed(place, codes, scales, name, k, spread)
             continue
         if order == "k_first":
             codes, scales = reference.format_of(name).unpack(codes, k).t(), scales.t()

@@ -29,6 +29,8 @@ def pack_frozen(places, rows, k, aside, room, counts, device, stream) -> int:
     made, made_words, found = frozen.packed_and_listed(codes, scales)
     to[:, :k] = made[:, :k]
     words.copy_(made_words)
+    if not counts:
+        return OK
     listed, number = _at(aside, (2, room), torch.int64), _at(counts, (2,), torch.int64)
     for i, one in enumerate(found):
         assert number[i] == 0

@@ -116,7 +116,8 @@ def _quantize_grouped(to, groups, values: Tensor) -> int:
             packed = pack_tiles(parts.row_codes, parts.row_scales, name, cols, to.spread)
             layout.put_rows(sm90_tiles.PackedOperand(*row_made), packed, start, end, i)
         if col_made:
-            packed = pack_tiles(parts.col_codes, parts.col_scales, name, end - start, to.spread)
+            spread = min(to.spread, 8)  # 9 is about rows
+            packed = pack_tiles(parts.col_codes, parts.col_scales, name, end - start, spread)
             packed = packed._replace(codes=packed.codes[:, : end - start])
             layout.put_k(sm90_tiles.PackedOperand(*col_made), packed, start, end, i)
         if to.col_sum:

@@ -108,7 +108,7 @@ struct DecodeArgs {
   const uint8_t* w = nullptr;
   int64_t ldw = 0;
   const void* w_scales = nullptr;
-  int32_t spread = 8;     // octaves that blocks of x may be apart where they are aligned
+  int32_t spread = 8;     // octaves that blocks of x may be apart where they are aligned; kByRows
   bool w_packed = false;  // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
   Element w_element = Element::e4m3;  // E4M3 or E2M1
   bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides

@@ -34,7 +34,7 @@ struct FrozenArgs {
   uint8_t* tiles = nullptr;   // [rows, packed_ld(k)], 16-byte aligned
   uint32_t* words = nullptr;  // packed_scale_words(rows, k)
   // Of pack alone. As many entries of each part as fit are written, in any order; counts, zero
-  // before, gets the number of all.
+  // before, gets the number of all. None are without counts.
   int64_t* aside = nullptr;  // [2, room]
   int64_t room = 0;
   unsigned long long* counts = nullptr;  // [2]

@@ -19,16 +19,24 @@ struct AlignedInput {
   int rows = 0;  // of a block, 16 at least
   uint8_t* made = nullptr;
   uint8_t* passes = nullptr;
+  float* beside = nullptr;  // scales of [block of rows][quad] where there is one pass
+  bool factors = false;     // with one fp32 scale for 128 of k, so that nothing is to be aligned
 
   __device__ __forceinline__ uint8_t* at(int64_t block, int pass, int quad) const {
+    if (beside != nullptr) return made + (block * quads + quad) * rows * kDecodeQuad;
     return made + ((block * kMostPasses + pass) * quads + quad) * aligned_bytes(rows);
+  }
+  __device__ __forceinline__ float* scales_at(int64_t block, int pass, int quad) const {
+    if (beside != nullptr) return beside + (block * quads + quad) * rows;
+    return reinterpret_cast<float*>(at(block, pass, quad) + rows * kDecodeQuad);
   }
 };
 
-// Codes times 2^-down, rounded to nearest even.
+// Codes times 2^-down, rounded to nearest even; zeros from 15 on, as in tiles of rows by
+// themselves.
 __device__ __forceinline__ uint2 lowered(uint2 codes, int down) {
   const uint4 h = halves_of<Element::e4m3>(codes);
-  const float f = __uint_as_float(static_cast<uint32_t>(127 - down) << 23);
+  const float f = down < 15 ? __uint_as_float(static_cast<uint32_t>(127 - down) << 23) : 0.0f;
   const auto two = [&](uint32_t w) {
     const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
     return float2{v.x * f, v.y * f};
@@ -104,7 +112,7 @@ __device__ __forceinline__ float aligned_scale(int e) {
 }
 
 inline constexpr int kAlignThreads = 256, kAlignRows = kAlignThreads / 16;
-template <class T, bool kVectors>
-using AlignedValues = EightValues<T, Element::e4m3, kVectors, false, false>;
+template <class T, bool kVectors, bool kFactors = false>
+using AlignedValues = EightValues<T, Element::e4m3, kVectors, false, kFactors>;
 
 }  // namespace te_mx::sm90

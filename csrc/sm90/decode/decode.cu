@@ -42,7 +42,7 @@ Status check(const DecodeArgs& a) {
   if (!known(a.x_dtype) || !known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
   if (!known(a.w_element) || !known(a.x_element) || !known(a.rule)) return Status::bad_argument;
   if (a.execution.kernel >= kDecodeSplits) return Status::bad_argument;
-  if (a.spread < 0 || a.spread > kMaxSpread) return Status::bad_argument;
+  if (a.spread < 0 || a.spread > kByRows) return Status::bad_argument;
   const int64_t most = (int64_t{1} << 31) - 257;
   if (a.m > most || a.n > most || a.k > most) return Status::unsupported;
   if (a.groups.count < 0 || a.groups.count > most || a.groups.capacity != 0)
@@ -112,6 +112,11 @@ Status decode(const DecodeArgs& a) {
   if (a.gate != nullptr && (!t.p.in.vectors || a.k % 8 != 0)) return Status::unsupported;
   t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   const bool halves = a.halves();
+  if (a.spread == kByRows) {
+    const bool tiles = a.w_packed && a.w_element == Element::e4m3 && !halves;
+    if (!tiles || (a.factors && a.factor_rows != kTile)) return Status::unsupported;
+    return run_rows(t, a.factors, sms);
+  }
   if (a.factors) return run_decode_factors_e4m3(t, halves);
   if (two_a_byte(a)) {
     if (halves) return run_decode_e2m1(t);

@@ -83,6 +83,8 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 // octaves that blocks of a row of x may be apart. unsupported: a part of k is too long.
 Status run_wide(const DecodeTask& t, int spread, int sms);
 Status run_wide_e2m1(const DecodeTask& t, int spread, int sms);
+// rows_kernel, of weights in tiles.
+Status run_rows(const DecodeTask& t, bool factors, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
 Status run_decode_e2m1(const DecodeTask& t);  // in fp16

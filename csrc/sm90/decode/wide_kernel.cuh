@@ -77,6 +77,7 @@ __host__ __device__ constexpr WideRoom wide_room(int stages, int cluster, int lo
 // What a CTA has to do, and where.
 template <class Math>
 struct WidePlace {
+  static constexpr int kWorkers = kWideMath / 16;  // that make x
   const WideParams& p;
   int rank, tile_n, block, first, length;  // first, length: of its part, in stages
   WideRoom room;
@@ -271,16 +272,16 @@ struct WideSums : WideTotals<Math> {
 inline constexpr int kMakeBatch = 4;
 using MadeEight = AlignedValues<__nv_bfloat16, true>;
 
-template <class Math, class Quads>
-__device__ __forceinline__ void each_quad(const WidePlace<Math>& at, const Quads& quads) {
-  constexpr int kWorkers = kWideMath / 16;
+template <class Eight, template <class> class Place, class Math, class Quads>
+__device__ __forceinline__ void each_quad(const Place<Math>& at, const Quads& quads) {
+  constexpr int kWorkers = Place<Math>::kWorkers;
   const AlignedInput& a = at.p.x;
   const int worker = static_cast<int>(threadIdx.x) / 16, lane = threadIdx.x % 16;
   // NOTE: both halves of a warp have a row of the same quad.
   const int count = at.rows().count, even = (count + 1) & ~1;
   const int all = at.length * even;
   struct Batch {
-    MadeEight x[kMakeBatch];
+    Eight x[kMakeBatch];
     int quad[kMakeBatch], row[kMakeBatch];
   };
   const auto load = [&](Batch& to, int begin) {
@@ -304,8 +305,8 @@ __device__ __forceinline__ void each_quad(const WidePlace<Math>& at, const Quads
   }
 }
 
-template <class Math>
-__device__ __forceinline__ void store_made(const WidePlace<Math>& at, uint2 made, int e, int quad,
+template <template <class> class Place, class Math>
+__device__ __forceinline__ void store_made(const Place<Math>& at, uint2 made, int e, int quad,
                                            int row, int lane) {
   if (row < 0) return;
   store_aligned(at.smem + at.room.x_at + quad * Math::kCodes, made, row, lane, Math::kNibbles);
@@ -317,13 +318,13 @@ __device__ __forceinline__ void store_made(const WidePlace<Math>& at, uint2 made
 
 // Makes the CTA's slice of x, and counts passes. NOTE: each step for all parts before the next, as
 // each waits for lanes.
-template <class Math>
-__device__ __forceinline__ void make_first(const WidePlace<Math>& at) {
+template <template <class> class Place, class Math>
+__device__ __forceinline__ void make_first(const Place<Math>& at) {
   using In = Input<__nv_bfloat16>;
   const AlignedInput& a = at.p.x;
   const int lane = threadIdx.x % 16;
-  each_quad(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
-                    const int (&row)[kMakeBatch]) {
+  each_quad<MadeEight>(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
+                               const int (&row)[kMakeBatch]) {
     decltype(x[0].own_most()) most[kMakeBatch];
     uint2 codes[kMakeBatch];
     int byte[kMakeBatch], e[kMakeBatch];
@@ -381,8 +382,8 @@ template <class Math>
 __device__ __forceinline__ void make_pass(const WidePlace<Math>& at, int number) {
   const AlignedInput& a = at.p.x;
   const int lane = threadIdx.x % 16;
-  each_quad(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
-                    const int (&row)[kMakeBatch]) {
+  each_quad<MadeEight>(at, [&](MadeEight(&x)[kMakeBatch], const int (&quad)[kMakeBatch],
+                               const int (&row)[kMakeBatch]) {
 #pragma unroll
     for (int j = 0; j < kMakeBatch; ++j) {
       AlignedEight eight(x[j], a.in);

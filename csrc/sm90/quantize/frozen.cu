@@ -74,6 +74,7 @@ __device__ __forceinline__ int nonzero(uint32_t v) { return __popc(__vcmpgtu4(v,
 
 __device__ __forceinline__ void put_aside(const FrozenArgs& a, int part, int64_t place,
                                           uint32_t byte) {
+  if (a.counts == nullptr) return;
   const unsigned long long at = atomicAdd(a.counts + part, 1ull);
   if (at < static_cast<unsigned long long>(a.room)) a.aside[part * a.room + at] = place << 8 | byte;
 }
@@ -233,7 +234,7 @@ Status run(void (*kernel)(Params), const FrozenArgs& a) {
 }  // namespace
 
 Status pack_frozen(const FrozenArgs& args) {
-  if (args.counts == nullptr || (args.room > 0 && args.aside == nullptr))
+  if (args.room > 0 && (args.counts == nullptr || args.aside == nullptr))
     return Status::bad_argument;
   return run(pack_frozen_kernel, args);
 }

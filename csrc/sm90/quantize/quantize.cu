@@ -61,7 +61,7 @@ Status quantize_params(const QuantizeTask& a, QuantizeParams& p) {
 }
 
 Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, QuantizeParams& p) {
-  if (a.rows < 0 || a.cols < 0 || a.spread < 0 || a.spread > kMaxSpread ||
+  if (a.rows < 0 || a.cols < 0 || a.spread < 0 || a.spread > kByRows ||
       (a.row_codes != nullptr && a.row_packed.codes != nullptr) ||
       (a.col_codes != nullptr && a.col_packed.codes != nullptr) ||
       (a.col_lies_as_x && a.col_packed.codes != nullptr) ||
@@ -76,6 +76,9 @@ Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, Quan
   p = {};
   p.a = a;
   const bool fp4 = a.element == Element::e2m1;
+  p.by_rows = a.spread == kByRows && a.row_packed.codes != nullptr;
+  if (p.by_rows && a.element != Element::e4m3) return Status::unsupported;
+  if (a.spread == kByRows) p.a.spread = kMaxSpread;  // of columns
   if (fp4) p.a.spread = tile::kFp4Spread;
   p.a.carry = scale_carry(a.element, a.rule) * 0x10001u;
   p.row = codes_out(a.row_codes, a.row_packed, a.cols, 8, fp4);

@@ -89,13 +89,15 @@ __device__ __forceinline__ TileClasses finish_scales(const QuantizeParams& p, Qu
   const bool col_packed = kPlain ? p.col.packed : p.col.enabled;
   const ScaleRange row_range = p.row.enabled ? s.row.range() : ScaleRange{};
   const ScaleRange col_range = p.col.enabled ? s.col.range() : ScaleRange{};
+  const bool alone = p.by_rows && !row_range.empty();
   int row_class = row_packed ? TileScales::early_class(row_range, a.spread) : 2;
+  if (alone) row_class = kUndecided;
   int col_class = col_packed ? TileScales::early_class(col_range, a.spread) : 2;
   if (row_class == kUndecided || col_class == kUndecided) {
-    row_side ? s.row.examine(row_range, r, a.spread, kHeadroom<kFmt>)
+    row_side ? s.row.examine(row_range, r, a.spread, kHeadroom<kFmt>, alone)
              : s.col.examine(col_range, r, a.spread, kHeadroom<kFmt>);
     __syncthreads();
-    if (row_class == kUndecided) row_class = s.row.late_class(row_range);
+    if (row_class == kUndecided) row_class = alone ? 1 : s.row.late_class(row_range);
     if (col_class == kUndecided) col_class = s.col.late_class(col_range);
   }
   const uint32_t row_exponent = row_range.exponent(kHeadroom<kFmt>);

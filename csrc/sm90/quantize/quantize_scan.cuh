@@ -40,6 +40,7 @@ struct QuantizeParams {
   int last_rows, last_cols;  // of x, in the last tiles
   int group_bits;            // 2^group_bits row tiles are walked together
   bool beside;               // does not depend on the kernel before it
+  bool by_rows;              // packed rows are aligned each by itself
 };
 
 // A tile's place, and what exists of it.

@@ -17,17 +17,18 @@ from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.layouts import SM90_FACTORS, SM90_FROZEN
-from te_mx.backends.sm90.layouts.tiles import BLOCK, MAX_SPREAD, TILE, tile_element
+from te_mx.backends.sm90.layouts.frozen import FORMAT
+from te_mx.backends.sm90.layouts.tiles import BLOCK, BY_ROWS, MAX_SPREAD, TILE, tile_element
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
-from te_mx.dispatch.problem import Problem, frozen_rows
+from te_mx.dispatch.problem import INVARIANT, Problem, frozen_rows
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
-DECODE = "sm90_decode"
+DECODE, ROWS_OF_MANY = "sm90_decode", "sm90_rows"
 GATED = ("silu", "qgelu", "gelu")  # x times a sigmoid
 # What scales of blocks with other codes than zeros may be: so that one times the sum of a block
 # stays inside fp32, whatever the scale of the other side is.
@@ -35,6 +36,7 @@ LEAST, MOST, NAN = 24, 215, 255
 LEAST_FACTOR, MOST_FACTOR = 2.0**-60, 2.0**60
 # Layouts of the GEMM. Products of aligned MXFP8 are those of codes that were rounded.
 PACKED = "sm90", SM90_FACTORS.name, SM90_FROZEN.name
+ROW_BLOCKS, BLOCKS = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 FAR = 3  # the class of tiles with others
 QUAD = 128  # of k that fp32 scales are for
 MOST_BESIDE_TILES = 32  # rows, of blockwise FP8 that the GEMM finds so: it is faster on more
@@ -43,17 +45,18 @@ MOST_BESIDE_TILES = 32  # rows, of blockwise FP8 that the GEMM finds so: it is f
 class Decoded:
     """Products of one size, by a record that is made once."""
 
-    __slots__ = ("index", "native", "nbytes", "record", "sizes")
+    __slots__ = ("index", "name", "native", "nbytes", "record", "sizes")
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index, self.sizes = binding.native(), p.place.index, (p.m, p.n, p.k)
+        self.name = ROWS_OF_MANY if p.precision == INVARIANT else DECODE
         x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (p.lhs, p.rhs))
         of_w = spec_of(p.rhs).format
         rule, epsilon = split_rule(p.rule)
         self.record = self.native.DecodeArgs(
             m=p.m, n=p.n, k=p.k, w_element=w, x_element=x, x_as_is=not p.lhs,
             factors=of_w.name in BLOCKWISE, factor_rows=of_w.scaling.block[0],
-            rule=SCALE_RULES[rule], spread=_spread(p.rhs),
+            rule=SCALE_RULES[rule], spread=_spread(p),
             amax_epsilon=epsilon, exact=p.precision == "exact", ldo=p.n, device=self.index,
         )  # fmt: skip
         self.nbytes = self.record.workspace_bytes = self.native.decode_workspace(p.m, p.k, p.groups)
@@ -88,7 +91,7 @@ class Decoded:
         args.workspace = pointer(scratch)
         done = binding.supported(self.native.decode(args))
         workspace.release(scratch, self.nbytes)
-        return (y, DECODE) if done else None
+        return (y, self.name) if done else None
 
 
 class Decode(FrozenKernel):
@@ -130,9 +133,43 @@ class Decode(FrozenKernel):
         return row._replace(codes=codes, scales=scales)
 
 
-def _spread(spec: str) -> int:
+# How weights lie that `Rows` reads, and the format of their inputs.
+_AMONG_MANY = {FORMAT: (SM90_FROZEN, FORMAT), BLOCKS: (SM90_FACTORS, ROW_BLOCKS)}
+
+
+class Rows(Decode):
+    """Weights in tiles, of MXFP8 or in blocks of 128 x 128, with the sums that a row has among many
+    (Invariant in gemm.py, blockwise.py): x of MXFP8 is aligned in each row's 128 of k, and k is one
+    piece."""
+
+    name, invariant = ROWS_OF_MANY, True
+
+    def accepts(self, problem: Problem) -> str | None:
+        fmt, layout = spec_of(problem.rhs)
+        wanted = _AMONG_MANY.get(fmt.name)
+        reason = None
+        if problem.precision != INVARIANT:
+            reason = f"is for precision 'invariant', this asks for {problem.precision!r}"
+        elif wanted is None or layout is not wanted[0]:
+            reason = "takes weights of MXFP8 and of blocks of 128 x 128 that lie in tiles"
+        elif not problem.lhs or spec_of(problem.lhs).format.name != wanted[1]:
+            reason = f"takes inputs in {wanted[1]} with {fmt.name}"
+        return reason or super().accepts(problem)
+
+    def reads(self, layout: Layout) -> bool:
+        return layout is SM90_FROZEN or layout is SM90_FACTORS
+
+    def form(self, row: Operand | Stack) -> Operand | Stack:
+        """The same: the kernel is right for every scale."""
+        codes, scales = SM90_FROZEN.aligned(row.codes, row.scales)
+        return row._replace(codes=codes, scales=scales)
+
+
+def _spread(problem: Problem) -> int:
     """Octaves that the blocks of a row of x may be apart for one scale: as those of a weight."""
-    return int(spec.partition("sm90:")[2] or MAX_SPREAD)
+    if problem.precision == INVARIANT:
+        return BY_ROWS
+    return int(problem.rhs.partition("sm90:")[2] or MAX_SPREAD)
 
 
 def _fits(row: Operand) -> bool:
@@ -185,3 +222,4 @@ def _why_not_formats(lhs: str, rhs: str) -> str | None:
 
 
 register(Decode())
+register(Rows())

@@ -3,16 +3,19 @@ the tokens and the sums over their slots lies in that order, in tiles."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, pointer, why_not_dtype
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, pointer, why_not_dtype
 from te_mx.backends.native import fields_to
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import not_adaptive, why_not_each, why_not_second
+from te_mx.backends.sm90.decode import ROWS_OF_MANY
+from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not_each, why_not_second
 from te_mx.backends.sm90.fused import makes
+from te_mx.backends.sm90.gemm import frozen_tiles, lies_in_tiles
 from te_mx.backends.sm90.grouped import (
     expect,
     gemm_rows,
@@ -22,22 +25,27 @@ from te_mx.backends.sm90.grouped import (
     quantize_groups,
     set_outputs,
 )
+from te_mx.backends.sm90.layouts import SM90_FROZEN
+from te_mx.backends.sm90.layouts.frozen import FORMAT
+from te_mx.backends.sm90.layouts.tiles import BY_ROWS
 from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import GroupedRows, Groups, QuantizeGroups
+from te_mx.dispatch.calls import GroupedRows, Groups, Mode, QuantizeGroups
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, rows_of_expert
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
+from te_mx.runtime import workspace
 
 # Mean rows of an expert from which tiles are faster than reading weights once for 8 rows, although
 # weights that lie as codes and scales are packed at every call.
 LEAST_ROWS, LEAST_ROWS_PACKED = 32, 6
 LEAST_SORTED = 64  # the same of one product, whose rows are sorted and put back
 MOST_EXPERTS = 4096  # te_mx/sm90.h
-_I32 = torch.int32
+_I32, _E4M3 = torch.int32, FORMATS["e4m3"]
 
 
 class Sorted(NamedTuple):
@@ -71,18 +79,31 @@ def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | Non
 
 def why_not_sorted(problem: Problem) -> str | None:
     """Why no product with weights of experts runs in tiles."""
-    reason = why_not_each(problem, ("rows",), ("rows", "sm90"))
-    reason = reason or not_adaptive(problem) or why_not_dtype(problem)
+    reason = why_not_each(as_multiplied(problem), ("rows",), ("rows", "sm90"))
+    reason = reason or not_adaptive(problem, INVARIANT) or why_not_dtype(problem)
+    if reason is None and problem.precision == INVARIANT:
+        rhs = spec_of(problem.rhs)
+        if (spec_of(problem.lhs).format.name, rhs.format.name) != (FORMAT, FORMAT):
+            reason = f"takes {FORMAT} at precision {INVARIANT!r}"
+        elif not (rhs.layout is SM90_FROZEN or lies_in_tiles(problem.rhs, problem.k)):
+            reason = f"takes rows of whole 16 bytes, or {SM90_FROZEN.name}"
     if reason is None and problem.groups > MOST_EXPERTS:
         reason = f"sorts by at most {MOST_EXPERTS} experts, this has {problem.groups}"
     return reason or why_not_second(problem.rhs)
+
+
+def spread_of(mode: Mode) -> int:
+    """How tokens are aligned."""
+    return BY_ROWS if mode.precision == INVARIANT else mode.spread
 
 
 def product(lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, out: Tensor,
             what: Any) -> Tensor:  # fmt: skip
     """out: sorted rows times the weights of their experts."""
     rhs = weight
-    if is_plain(weight.spec):
+    if is_plain(weight.spec) and what.mode.precision == INVARIANT:
+        rhs = frozen_tiles(weight)
+    elif is_plain(weight.spec):
         rhs = pack_weights(weight, groups.offs, groups.capacity, lhs.rows, what.mode.spread)
     gemm_rows(GroupedRows(lhs, rhs, groups, bias, out, what.mode), rhs)
     return out
@@ -91,15 +112,17 @@ def product(lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, ou
 class HopperExperts(ExpertsKernel):
     """Six launches, and one a weight that is packed on the way."""
 
-    name = "sm90_tiles"
+    name, invariant = "sm90_tiles", True
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not_sorted(problem)
-        row = problem.lhs.replace("@rows", f"@sm90_rows:{problem.spread}")
+        invariant = problem.precision == INVARIANT
+        spread = BY_ROWS if invariant else problem.spread
+        row = problem.lhs.replace("@rows", f"@sm90_rows:{spread}")
         if reason is None and not makes(row, "", problem.rule, problem.dtype):
             reason = f"makes no {problem.lhs} of activated {problem.dtype}"
         least = LEAST_ROWS if is_plain(problem.rhs) else LEAST_ROWS_PACKED
-        if reason is None and rows_of_expert(problem) < least:
+        if reason is None and not invariant and rows_of_expert(problem) < least:
             reason = f"is for {least} rows an expert or more"
         return reason
 
@@ -107,7 +130,7 @@ class HopperExperts(ExpertsKernel):
         first, second, (tokens, top_k), x = what.first, what.second, what.ids.shape, what.x
         slots = sort_slots(what.ids, first.groups, top_k, what.expert_map)
         groups, device = Groups(slots.ends), x.device
-        spec = f"{what.format}@sm90_rows:{what.mode.spread}"
+        spec = f"{what.format}@sm90_rows:{spread_of(what.mode)}"
         quantized = quantize_groups(QuantizeGroups(x, groups, spec, "", what.rule), slots.rows).row
         assert quantized is not None
         rows = len(slots.rows)
@@ -146,6 +169,8 @@ class HopperMoeTiles(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not_sorted(problem)
         few = rows_of_expert(problem) < LEAST_SORTED
+        if reason is None and problem.precision == INVARIANT:
+            reason = "quantizes tokens once more, which may round others where they are aligned"
         if reason is None and few and HopperMoeGemm().accepts(problem) is None:
             reason = f"leaves less than {LEAST_SORTED} rows an expert to {HopperMoeGemm.name}"
         return reason
@@ -166,16 +191,66 @@ class HopperMoeTiles(Kernel):
         row = f"{fmt.name}@sm90_rows:{p.mode.spread}"
         lhs = quantize_groups(QuantizeGroups(values, groups, row, "", "rceil"), slots.rows).row
         assert lhs is not None
-        dtype = p.out.dtype if p.weights is None else torch.float32
-        sorted_out = torch.empty(p.out.shape, dtype=dtype, device=p.out.device)
-        product(lhs, p.rhs, groups, p.bias, sorted_out, p)
-        there = slots.positions >= 0
-        made = sorted_out[slots.positions.clamp(min=0)]
-        if p.weights is not None:
-            made = made * p.weights.unsqueeze(1)
-        p.out.copy_(torch.where(there.unsqueeze(1), made.to(p.out.dtype), p.out))
+        put_back(p, slots, lambda out: product(lhs, p.rhs, groups, p.bias, out, p))
+        return self.name
+
+
+def put_back(p: RoutedGemm, slots: Sorted, multiply: Callable[[Tensor], Tensor]) -> None:
+    """Write p.out: the rows of its slots, from what `multiply` makes of them sorted."""
+    dtype = p.out.dtype if p.weights is None else torch.float32
+    sorted_out = multiply(torch.empty(p.out.shape, dtype=dtype, device=p.out.device))
+    there = slots.positions >= 0
+    made = sorted_out[slots.positions.clamp(min=0)]
+    if p.weights is not None:
+        made = made * p.weights.unsqueeze(1)
+    p.out.copy_(torch.where(there.unsqueeze(1), made.to(p.out.dtype), p.out))
+
+
+class HopperMoeRows(Kernel):
+    """One product of routed rows that have the bits of any others: sorted codes, on the kernel of
+    few rows (decode.py, Rows), which takes any number of them."""
+
+    op, name, rank, invariant = "moe_gemm", ROWS_OF_MANY, -1, True
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.precision != INVARIANT:
+            return f"is for precision 'invariant', this asks for {problem.precision!r}"
+        return why_not_sorted(problem)
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        return frozen_tiles(stack) if is_plain(stack.spec) else stack
+
+    def run(self, p: RoutedGemm) -> str | None:
+        experts = p.routing.experts(len(p.out), p.rhs.groups).to(_I32)
+        slots = sort_slots(experts, p.rhs.groups, p.routing.a_div)
+        rhs = frozen_tiles(p.rhs) if is_plain(p.rhs.spec) else p.rhs
+        rows = slots.rows.clamp(0, max(p.lhs.rows - 1, 0))
+        codes, scales = (part.index_select(0, rows) for part in (p.lhs.codes, p.lhs.scales))
+        bias = None if p.bias is None else p.bias.contiguous()
+        native, (m, n), k = binding.native(), p.out.shape, p.lhs.k
+        args = native.DecodeArgs(
+            m=m, n=n, k=k, w=rhs.codes.data_ptr(), ldw=rhs.codes.stride(-2), w_packed=True,
+            w_scales=rhs.scales.data_ptr(), w_element=_E4M3, x_element=_E4M3, spread=BY_ROWS,
+            x=codes.data_ptr(), ldx=k, x_scales=scales.data_ptr(), ldo=n,
+            groups=groups_of(slots.ends, 0, m), workspace_bytes=native.decode_workspace(
+                m, k, p.rhs.groups),
+        )  # fmt: skip
+        binding.set_execution(args, p.out.device.index)
+        if bias is not None:
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+
+        def multiply(out: Tensor) -> Tensor:
+            args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[out.dtype]
+            scratch = workspace.acquire(out.device, args.workspace_bytes)
+            args.workspace = pointer(scratch)
+            expect(native.decode(args), f"{m} rows of {p.rhs.groups} experts")
+            workspace.release(scratch, args.workspace_bytes)
+            return out
+
+        put_back(p, slots, multiply)
         return self.name
 
 
 register(HopperExperts())
 register(HopperMoeTiles())
+register(HopperMoeRows())

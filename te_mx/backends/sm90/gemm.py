@@ -4,7 +4,7 @@ bf16."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.problem import INVARIANT, Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
 
@@ -103,6 +103,7 @@ def way_of(configuration: str) -> Way:
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _TILES, _F32 = LAYOUTS["sm90"], torch.float32
+Weight = TypeVar("Weight", Operand, Stack)
 _LARGE = 1 << 23  # elements of a result that fills the GPU without splitting k
 
 
@@ -327,8 +328,11 @@ class Invariant(Adaptive):
     def accepts(self, problem: Problem) -> str | None:
         lhs, rhs = spec_of(problem.lhs), spec_of(problem.rhs).layout
         reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
-        if reason is None and not (lhs.layout.exact and (rhs.exact or rhs is SM90_FROZEN)):
-            reason = f"takes operands in rows, or weights in {SM90_FROZEN.name}"
+        tiles = getattr(lhs.layout, "spread", -1) == BY_ROWS
+        if reason is None and not (tiles or lhs.layout.exact):
+            reason = f"takes inputs in rows, or in sm90:{BY_ROWS}"
+        if reason is None and not (rhs.exact or rhs is SM90_FROZEN):
+            reason = f"takes weights in rows, or in {SM90_FROZEN.name}"
         if reason is None and problem.precision != INVARIANT:
             reason = f"is for precision 'invariant', this asks for {problem.precision!r}"
         if reason is None and lhs.format.element.name == "e5m2":
@@ -336,7 +340,8 @@ class Invariant(Adaptive):
         return reason or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
-        return Wants()
+        plain = spec_of(problem.lhs).format.name != frozen.FORMAT
+        return Wants() if plain else Wants(f"sm90:{BY_ROWS}", right_row="rows")
 
     def note(self, problem: Problem) -> str:
         return "scales of x are aligned in each row's 128 of k; docs/invariance.md has the error"
@@ -363,39 +368,41 @@ class Invariant(Adaptive):
             made = weight._replace(
                 codes=codes, scales=scales, spec=f"{weight.format.name}@rows", packed=None
             )
-        return frozen_tiles(made) if _lies_in_tiles(made.spec, made.k) else made
+        return frozen_tiles(made) if lies_in_tiles(made.spec, made.k) else made
 
     def make_plan(self, problem: Problem) -> Plan:
         p, spreads = problem, (BY_ROWS, problem.spread)
         fmt, layout = spec_of(p.rhs)
-        if not (layout.exact and _lies_in_tiles(f"{fmt.name}@rows", p.k)):
+        if not (layout.exact and lies_in_tiles(f"{fmt.name}@rows", p.k)):
             return Products(self.name, p, 1, spreads=spreads)
         tiles = p._replace(rhs=f"{fmt.name}@{SM90_FROZEN.name}")
         products = Products(self.name, tiles, 1, spreads=spreads)
         return lambda q: products(q._replace(rhs=self._in_tiles(q.rhs)))
 
 
-def _lies_in_tiles(spec: str, k: int) -> bool:
+def lies_in_tiles(spec: str, k: int) -> bool:
     """As backends/sm90/rest.py."""
     return spec == f"{frozen.FORMAT}@rows" and k % 16 == 0
 
 
-def frozen_tiles(row: Operand) -> Operand:
-    """A plain weight in the tiles of layouts/frozen.py, without what lies aside."""
+def frozen_tiles(row: Weight) -> Weight:
+    """A plain weight, or those of groups, in the tiles of layouts/frozen.py, without what lies
+    aside."""
     native, device = binding.native(), row.codes.device
+    spec, index = f"{frozen.FORMAT}@{SM90_FROZEN.name}", device.index
     with torch.inference_mode(False):  # it may outlive the mode
-        made = binding.empty_operand(f"{frozen.FORMAT}@{SM90_FROZEN.name}", row.rows, row.k, device)
-        aside = torch.empty((2, 1), dtype=torch.int64, device=device)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)
-    codes, scales = row.codes.contiguous(), row.scales.contiguous()
-    places = [part.data_ptr() for part in (codes, scales, made.codes, made.scales)]
-    index = device.index
-    status = native.pack_frozen(
-        places, *codes.shape, aside.data_ptr(), 1, counts.data_ptr(), index or 0,
-        binding.stream(index),
-    )  # fmt: skip
-    if not binding.supported(status):
-        raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this weight")
+        if isinstance(row, Stack):
+            made: Any = binding.empty_stack(spec, row.groups, row.rows, row.k, device)
+        else:
+            made = binding.empty_operand(spec, row.rows, row.k, device)
+    parts = row.codes.contiguous(), row.scales.contiguous(), made.codes, made.scales
+    for each in zip(*parts, strict=True) if isinstance(row, Stack) else [parts]:
+        places = [part.data_ptr() for part in each]
+        status = native.pack_frozen(
+            places, *each[0].shape, 0, 0, 0, index or 0, binding.stream(index)
+        )
+        if not binding.supported(status):
+            raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this weight")
     return made
 
 

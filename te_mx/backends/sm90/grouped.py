@@ -49,13 +49,16 @@ from te_mx.backends.sm90.envelope import (
     why_not_weights,
 )
 from te_mx.backends.sm90.fused import makes
-from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.backends.sm90.gemm import ADAPTIVE, Invariant, frozen_tiles, lies_in_tiles
+from te_mx.backends.sm90.layouts import SM90_FROZEN
 from te_mx.backends.sm90.layouts.factors import (
     SM90_FACTOR_K,
     SM90_FACTOR_ROWS,
     SM90_FACTORS,
     factors_of_tiles,
 )
+from te_mx.backends.sm90.layouts.frozen import FORMAT
+from te_mx.backends.sm90.layouts.tiles import BY_ROWS
 from te_mx.backends.sm90.quantize import HopperDequantize, sums_too, why_not_randomly
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import (
@@ -367,6 +370,34 @@ class HopperGemmRows(Kernel):
         return self.name
 
 
+class InvariantGemmRows(HopperGemmRows):
+    """The same where a row has the bits that it has in a layer: tokens aligned each by itself,
+    weights as Invariant in gemm.py has them, packed in every call where they are plain."""
+
+    name, invariant = Invariant.name, True
+
+    def accepts(self, problem: Problem) -> str | None:
+        lhs, rhs = spec_of(problem.lhs), spec_of(problem.rhs)
+        reason = why_not_each(as_multiplied(problem), ("sm90_rows",), ("sm90", "rows"))
+        if reason is None and problem.precision != INVARIANT:
+            reason = f"is for precision 'invariant', this asks for {problem.precision!r}"
+        if reason is None and getattr(lhs.layout, "spread", BY_ROWS) != BY_ROWS:
+            reason = "takes tokens that are aligned by rows"
+        if reason is None and not (rhs.layout.exact or rhs.layout is SM90_FROZEN):
+            reason = f"takes weights in rows, or in {SM90_FROZEN.name}"
+        if reason is None and (lhs.format.name, rhs.format.name) != (FORMAT, FORMAT):
+            reason = f"takes {FORMAT}, not {lhs.format.name} times {rhs.format.name}"
+        return reason
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants(f"sm90_rows:{BY_ROWS}", right_row="rows")
+
+    def run(self, p: GroupedRows) -> str:
+        if is_plain(p.rhs.spec) and lies_in_tiles(p.rhs.spec, p.rhs.k):
+            p = p._replace(rhs=frozen_tiles(p.rhs))
+        return super().run(p)
+
+
 class HopperGemmK(Kernel):
     op, name = "gemm_k", ADAPTIVE
 
@@ -407,7 +438,7 @@ class HopperMoveEnds(Kernel):
 
 for _kernel in (
     HopperMoveEnds, HopperQuantizeGroups, HopperRandomGroups, HopperQuantizeWeights,
-    HopperColumnsOfWeights, HopperGemmRows, HopperGemmK,
+    HopperColumnsOfWeights, HopperGemmRows, InvariantGemmRows, HopperGemmK,
 ):  # fmt: skip
     register(_kernel())
 

@@ -24,6 +24,8 @@ import torch
 
 from te_mx.backends.sm90.layouts import tiles as packed_tiles
 from te_mx.backends.sm90.layouts.tiles import (
+    BY_ROWS,
+    MAX_SPREAD,
     SCALE_WORDS,
     TILE,
     PackedOperand,
@@ -122,6 +124,7 @@ class _Grouped(Layout):
     def __init__(self, spread: int) -> None:
         check_spread(spread)
         self.spread = spread
+        self.beside = MAX_SPREAD if spread == BY_ROWS else spread  # as in tiles.py
         self.name, self.alone = f"{self.family}:{spread}", f"sm90:{spread}"
 
     def takes(self, fmt: Format) -> bool:

@@ -334,6 +334,7 @@ class SM90Tiles(Layout):
         check_spread(spread)
         self.spread = spread
         self.name = f"sm90:{spread}"
+        self.beside = MAX_SPREAD if spread == BY_ROWS else spread  # of columns of the same read
 
     def takes(self, fmt: Format) -> bool:
         return takes(fmt) or takes_wide(fmt)

@@ -45,14 +45,15 @@ __device__ __forceinline__ uint32_t half_exp2_neg(int d) {
 }
 
 // fp16 2^-d for two blocks. `factors` has what they were multiplied by (bf16 2^(127 - e), or NaN)
-// and `targets` their E + 1; d = min(E - e, 8), where a NaN block may get any.
+// and `targets` their E + 1; d = E - e, from 15 on 0 in the place of 2^-d, and a NaN block may get
+// any.
 __device__ __forceinline__ uint32_t half2_shifts(uint32_t factors, uint32_t targets) {
   const uint32_t e_plus_1 = ~(factors >> 7) & 0x00FF00FFu;
-  return 0x3C003C00u - (__vminu2(targets - e_plus_1, 0x00080008u) << 10);
+  return 0x3C003C00u - (__vminu2(targets - e_plus_1, 0x000F000Fu) << 10);
 }
 
-// Two finite or NaN codes times fp16 powers of two between 2^-8 and 1, rounded to nearest even:
-// fp16 holds every product exactly.
+// Two finite or NaN codes times fp16 powers of two between 2^-14 and 1, or 0, rounded to nearest
+// even: fp16 holds every product exactly.
 template <Fp8 kFmt>
 __device__ __forceinline__ uint32_t fp8x2_times(uint32_t codes, uint32_t factors) {
   return half2_to_fp8x2<kFmt>(
