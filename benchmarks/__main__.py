@@ -22,6 +22,7 @@ from benchmarks import (
     bench_grouped_cuda,
     bench_grouped_plain_cuda,
     bench_host_cuda,
+    bench_invariant_cuda,
     bench_layernorm,
     bench_linear,
     bench_linear_cuda,
@@ -86,9 +87,10 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "workspace_cuda": bench_linear_cuda.workspace,
 }
 # By name only: whole models need Transformers, and minutes; the others tell who works on the decode
-# kernel.
+# kernel, or asks what "invariant" costs.
 MODEL_BENCHMARKS = {
     "models_cuda": bench_models_cuda.whole,
+    "invariant_cuda": bench_invariant_cuda.invariant,
     "decode_splits_cuda": bench_decode_cuda.splits,
     "decode_groups_cuda": bench_decode_cuda.groups,
 }

@@ -1,6 +1,6 @@
 """Layers of Llama-3-8B on several GPUs against bf16: sharded (FSDP2, fp32 parameters; also with
 weights that te_mx gathers as codes), replicated (DDP, bf16 parameters) or each layer on all GPUs
-(tensor parallel, bf16 parameters).
+(tensor parallel, bf16 parameters). And "sync": weights sent to an engine (benchmarks/sync.py).
 
     torchrun --nproc-per-node 2 -m benchmarks.models_two_gpus [--rows fsdp2,ddp] [--recipe NAME,..]
 
@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import models
+from benchmarks import models, sync
 from benchmarks.models import GIB, Workload
 from benchmarks.row import HEADERS, Row, Target, line
 from benchmarks.timing import Call
@@ -44,7 +44,7 @@ FULL = Workload("8b-layers", {"num_hidden_layers": 8}, batch=4)
 _EVEN = {"hidden_size": 256, "num_key_value_heads": 2, "intermediate_size": 256}
 QUICK = Workload("tiny", _EVEN, batch=2, context=64)
 ROUNDS, STEPS = 3, 4
-BF16, OURS = "bf16", "te_mx"
+BF16, OURS, SYNC = "bf16", "te_mx", "sync"
 PEAK = Target(0.95, 0.85, lower_is_better=True)
 
 
@@ -205,7 +205,7 @@ def rows(name: str, work: Workload, device: torch.device, ours: list[str]) -> li
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="benchmarks.models_two_gpus", description=__doc__)
-    p.add_argument("--rows", default=",".join(WAYS), metavar="NAME,..")
+    p.add_argument("--rows", default=",".join([*WAYS, SYNC]), metavar="NAME,..")
     p.add_argument("--recipe", default="", metavar="NAME,..", help="of te_mx.recipe.NAMED")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--quick", action="store_true", help="a tiny model, for a test that it runs")
@@ -215,8 +215,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.kinds = [f"{OURS} {name}" if name else OURS for name in args.recipe.split(",")]
     if not set(args.kinds) <= models.CONVERSIONS.keys():
         p.error(f"--recipe names recipes of te_mx.recipe.NAMED, got {args.recipe}")
-    if not set(args.rows) <= WAYS.keys():
-        p.error(f"--rows are {', '.join(WAYS)}, got {','.join(args.rows)}")
+    if not set(args.rows) <= {*WAYS, SYNC}:
+        p.error(f"--rows are {', '.join(WAYS)}, {SYNC}, got {','.join(args.rows)}")
     if "RANK" not in os.environ:
         p.error("needs the processes that torchrun starts: torchrun --nproc-per-node 2 -m ...")
     return args
@@ -235,8 +235,12 @@ def main(argv: list[str] | None = None) -> int:
             print(line(HEADERS), flush=True)
         work = replace(QUICK if args.quick else FULL, compiled=args.compile)
         for name in args.rows:
-            with loss_parallel() if name == "tp" else nullcontext():
-                found = rows(name, work, device, args.kinds)
+            if name == SYNC:
+                recipes = args.recipe.split(",") if args.recipe else ["mxfp8", "mxfp4"]
+                found = sync.rows(sync.QUICK if args.quick else sync.FULL, recipes, device)
+            else:
+                with loss_parallel() if name == "tp" else nullcontext():
+                    found = rows(name, work, device, args.kinds)
             for row in found:
                 if first:
                     print(line(row.cells()), flush=True)

@@ -113,6 +113,11 @@ CUDA_ROWS = {
         "groups mxfp4": (2.0, 3.0),
         "groups fp8_block": None,
     },
+    "invariant_cuda": {
+        f"invariant {what} {fmt}": marks
+        for fmt in ("mxfp8", "fp8_block")
+        for what, marks in (("fwd", (0.88, 0.95)), ("decode", (0.93, 1.0)))
+    },
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),
         "gemm outliers": (1.4, 1.7),
@@ -259,9 +264,10 @@ def test_layers_on_two_ranks() -> None:
     wanted = (
         ("fsdp2 ", "2x2x64", "1.33x / 1.5x"), ("fsdp2-codes ", "2x2x64", "1.4x / 1.5x"),
         ("ddp ", "2x2x64", "1.33x / 1.5x"), ("tp ", "1x2x64", "1.25x / 1.4x"),
+        ("sync bytes ", "deepseek_v3", "0.50x"), ("sync ", "deepseek_v3", "bf16, "),
     )  # fmt: skip
     for row, (name, tokens, marks) in zip(done.stdout.splitlines()[1:], wanted, strict=True):
-        assert row.startswith(name) and f"1 layers {tokens}" in row and marks in row
+        assert row.startswith(name) and "1 layers" in row and tokens in row and marks in row
 
 
 def test_models_that_differ_are_not_compared() -> None:
