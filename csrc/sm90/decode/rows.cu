@@ -36,7 +36,7 @@ Status run(RowsParams p, const DecodeTask& t, int blocks) {
   }
   const dim3 grid((p.n + kRowsWeights - 1) / kRowsWeights, blocks);
   const int smem = std::max(rows_room<Math>(p.stages, p.x.quads).bytes, kDecodeLeastSmem);
-  return launch_early(rows_kernel<Math>, {grid, Math::kThreads, t.stream, smem}, map, p);
+  return launch_early(rows_kernel<Math>, {grid, kRowsThreads, t.stream, smem}, map, p);
 }
 
 }  // namespace

@@ -8,8 +8,9 @@
 // each, those of decode_rows.cuh.
 //
 // One warp asks for quads of 128 k, first of all those of weights, before it waits for the kernel
-// that wrote x; scales of weights are asked for by all others. A warpgroup multiplies some quads at
-// once and adds up one after the other.
+// that wrote x; scales of weights are asked for by all others. Two warpgroups take turns: each
+// multiplies some quads at once, and when it has got the sums of all quads before adds them up one
+// after the other and passes the sums on.
 #pragma once
 
 #include "decode/wide_kernel.cuh"
@@ -19,7 +20,8 @@
 
 namespace te_mx::sm90 {
 
-inline constexpr int kRowsMath = 128, kRowsWeights = 64;  // threads, rows of a CTA
+inline constexpr int kRowsMath = 128, kRowsWeights = 64;  // threads of a warpgroup, rows of a CTA
+inline constexpr int kRowsOthers = 2 * kRowsMath, kRowsThreads = kRowsOthers + 32;
 inline constexpr int kRowsMostStages = 24;
 
 struct RowsParams {
@@ -33,17 +35,15 @@ struct RowsParams {
 // Where things lie in shared memory: x (of a CTA that makes it, codes of all quads; else stages),
 // stages of weights, and of all quads scales of x and of weights, and classes.
 struct RowsRoom {
-  int x_at, w_at, x_scales_at, words_at, classes_at, bars_at, bytes;
+  int x_at, w_at, x_scales_at, words_at, classes_at, sums_at, bars_at, bytes;
 };
 
 // kX: rows of x of a block. kMakes: every CTA makes its x.
 template <int kX_, bool kMakes>
 struct RowsMath {
   static constexpr int kX = kX_, kFloats = kX / 2;
-  static constexpr int kAhead = kX <= 16 ? 4 : 3;  // quads that are multiplied
+  static constexpr int kAhead = kX <= 16 ? 4 : 2;  // quads that a warpgroup multiplies at once
   static constexpr bool kMakesX = kMakes, kNibbles = false;
-  // Two warpgroups make x, of which one multiplies.
-  static constexpr int kThreads = (kMakes ? 2 : 1) * kRowsMath + 32;
   static constexpr int kCodes = kX * kDecodeQuad, kScales = kX * 4;  // of a quad of x
   static constexpr int kWeights = kRowsWeights * kDecodeQuad, kWords = kRowsWeights * 4;
 };
@@ -55,7 +55,8 @@ __host__ __device__ constexpr RowsRoom rows_room(int stages, int quads) {
   r.x_scales_at = r.w_at + stages * Math::kWeights;
   r.words_at = r.x_scales_at + quads * Math::kScales;
   r.classes_at = r.words_at + quads * Math::kWords;
-  r.bars_at = r.classes_at + (quads + 1) / 2 * 8;
+  r.sums_at = (r.classes_at + quads * 4 + 15) / 16 * 16;
+  r.bars_at = r.sums_at + kRowsMath * Math::kFloats * 4;
   r.bytes = r.bars_at + (2 * kRowsMostStages + 1) * 8;
   return r;
 }
@@ -92,7 +93,7 @@ struct RowsPlace {
     if (grouped) tile::await_predecessors();
     if (!block.begin(static_cast<int>(blockIdx.y))) return false;
     if (grouped && block.group < 0) {
-      clear<Math::kThreads>(p.out, block, n0, min(p.n, n0 + kRowsWeights));
+      clear<kRowsThreads>(p.out, block, n0, min(p.n, n0 + kRowsWeights));
       return false;
     }
     return true;
@@ -210,10 +211,26 @@ struct RowsSums {
   static constexpr int kFloats = Math::kFloats;
   float v[kFloats] = {};
 
+  // From the warpgroup before, and to the next one.
+  __device__ __forceinline__ void load(uint32_t at) {
+#pragma unroll
+    for (int i = 0; i < kFloats; i += 4) {
+      const uint4 w = tile::load_shared16(at + i / 4 * (kRowsMath * 16));
+      v[i] = __uint_as_float(w.x), v[i + 1] = __uint_as_float(w.y);
+      v[i + 2] = __uint_as_float(w.z), v[i + 3] = __uint_as_float(w.w);
+    }
+  }
+  __device__ __forceinline__ void store(uint32_t at) const {
+#pragma unroll
+    for (int i = 0; i < kFloats; i += 4)
+      tile::st_shared_u32x4(at + i / 4 * (kRowsMath * 16),
+                            {__float_as_uint(v[i]), __float_as_uint(v[i + 1]),
+                             __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3])});
+  }
   // Scales of the lane's rows of x, in order, which lie at a shared address.
   struct OfX {
     float v[Math::kX / 4];
-    __device__ __forceinline__ explicit OfX(uint32_t at) {
+    __device__ __forceinline__ void load(uint32_t at) {
       if constexpr (Math::kX == 8) {
         const uint2 two = tile::load_shared8(at);
         v[0] = __uint_as_float(two.x), v[1] = __uint_as_float(two.y);
@@ -282,30 +299,23 @@ struct RowsSums {
   }
 };
 
-template <int kCount, int kFirst = 0, class Call>
-__device__ __forceinline__ void each_index(const Call& call) {
-  call(std::integral_constant<int, kFirst>{});
-  if constexpr (kFirst + 1 < kCount) each_index<kCount, kFirst + 1>(call);
-}
-
 template <class Math>
-__global__ void __launch_bounds__(Math::kThreads, 2)
+__global__ void __launch_bounds__(kRowsThreads, 2)
     rows_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ RowsParams p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kFloats = Math::kFloats, kAhead = Math::kAhead;
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
-  constexpr int kOthers = Math::kThreads - 32;  // than the producer
   RowsPlace<Math> at(p, smem);
   if (!at.take_rows()) return;
-  if (warp == kOthers / 32) at.start(lane);
-  if (threadIdx.x == kOthers) tile::tma_prefetch(&map);
+  if (warp == kRowsOthers / 32) at.start(lane);
+  if (threadIdx.x == kRowsOthers) tile::tma_prefetch(&map);
   __syncthreads();
   tile::let_dependents_start();
 
-  constexpr int kMath = 1;  // a named barrier
-  if (warp == kOthers / 32) {
+  constexpr int kMath = 1, kTurn = 2;  // named barriers: of all, and of two warps, one each way
+  if (warp == kRowsOthers / 32) {
     if (tile::elect_one()) RowsProducer<Math>{at, &map}.ask_all();
     return;
   }
@@ -313,13 +323,13 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   const bool factors = p.x.factors;
   // Of quads: scales of weights, and the class of their tile, or its factor.
   int* const classes = reinterpret_cast<int*>(smem + at.room.classes_at);
-  for (int i = threadIdx.x; i < at.length; i += kOthers)
+  for (int i = threadIdx.x; i < at.length; i += kRowsOthers)
     classes[i] = __ldg(reinterpret_cast<const int*>(at.tile_words(i)) + (factors ? 0 : kWideRows));
   if (!factors) {
     constexpr int kEach = kRowsWeights / 4;
     const int skipped = at.n0 % kWideRows * 4;
     uint8_t* const words = smem + at.room.words_at;
-    for (int i = threadIdx.x; i < at.length * kEach; i += kOthers)
+    for (int i = threadIdx.x; i < at.length * kEach; i += kRowsOthers)
       tile::copy16_async(words + i * 16, at.tile_words(i / kEach) + skipped + i % kEach * 16, true);
     tile::end_copy_group();
     tile::wait_copy_groups<0>();
@@ -330,8 +340,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   } else {
     tile::mbar_wait(tile::smem_addr(at.scales_bar()), 0);
   }
-  tile::named_barrier(kMath, kOthers);
-  if (warp >= kRowsMath / 32) return;
+  tile::named_barrier(kMath, kRowsOthers);
 
   const int there = at.block.count - lane % 4 * 2;
   // NOTE: kept in registers, so that quads take few instructions.
@@ -339,7 +348,8 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
                  w_at = tile::keep(tile::wgmma_desc_at(at.w(0))),
                  scales_at = tile::keep(at.base + at.room.x_scales_at +
                                         lane % 4 * (Math::kX == 8 ? 8 : 16)),
-                 words_at = tile::keep(at.base + at.room.words_at + (warp * 16 + lane / 4) * 4);
+                 words_at = tile::keep(at.base + at.room.words_at + (warp % 4 * 16 + lane / 4) * 4),
+                 sums_at = tile::keep(at.base + at.room.sums_at + threadIdx.x % kRowsMath * 16);
   RowsSums<Math> sums;
   int s = 0;
   uint32_t phase = 0;
@@ -371,50 +381,70 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   // NOTE: the low bits of such words may say how to unpack codes.
   const auto scale = [](uint32_t word) { return __uint_as_float(word & 0x7F800000u); };
   using OfX = typename RowsSums<Math>::OfX;
-  // Quads [first, last) of classes 0 and 1, some of them at the same time. NOTE: behind the last
-  // one anything is multiplied: the tensor cores stop where the compiler sees another way through.
-  const auto several = [&](int first, int last) {
-#pragma unroll 1
-    for (int quad = first; quad < last; quad += kAhead) {
-      float d[kAhead][kFloats];
-      int stage[kAhead];
+  // Whose turn it is: of the quads that a warpgroup adds up together.
+  const int group = warp / 4;
+  int turn = 0;
+  const auto begin = [&] {
+    if (turn == 0) return;
+    tile::named_barrier(kTurn + warp, 64);
+    sums.load(sums_at);
+  };
+  const auto end_before = [&](int quad) {  // the next turn's
+    if (quad == at.length) return;
+    sums.store(sums_at);
+    tile::named_arrive(kTurn + (warp ^ 4), 64);
+  };
+  // `count` quads of classes 0 and 1. NOTE: behind the last one anything is multiplied: the tensor
+  // cores stop where the compiler sees another way through.
+  const auto several = [&](int quad, int count) {
+    float d[kAhead][kFloats], low[kAhead], high[kAhead];
+    int stage[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (quad + i < last)
-          stage[i] = take();
-        else
-          stage[i] = 0;
-        start(d[i], min(quad + i, last - 1), stage[i]);
-      }
-      each_index<kAhead>([&](auto i) {
-        // NOTE: scales are read while the tensor cores multiply.
-        const int q = min(quad + i, last - 1);
-        const OfX x(scales_at + q * Math::kScales);
-        float low = 0.0f, high = 0.0f;
-        if (factors) {
-          low = __int_as_float(classes[q]);
-        } else {
-          const uint32_t words = words_at + q * Math::kWords;
-          low = scale(tile::ld_shared_u32(words)), high = scale(tile::ld_shared_u32(words + 32));
-        }
-        tile::wgmma_wait<kAhead - 1 - i>();
-        tile::wgmma_pin(d[i]);
-        if (quad + i >= last) return;
-        release(stage[i]);
-        if (factors) {
-          sums.add_factors(d[i], low, x, there);
-        } else {
-          sums.add(d[i], low, high, x);
-        }
-      });
+    for (int i = 0; i < kAhead; ++i) {
+      stage[i] = i < count ? take() : 0;
+      start(d[i], quad + min(i, count - 1), stage[i]);
     }
+    // NOTE: scales are read while the tensor cores multiply.
+    OfX x[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int q = quad + min(i, count - 1);
+      x[i].load(scales_at + q * Math::kScales);
+      low[i] = high[i] = 0.0f;
+      if (factors) {
+        low[i] = __int_as_float(classes[q]);
+      } else {
+        const uint32_t words = words_at + q * Math::kWords;
+        low[i] = scale(tile::ld_shared_u32(words));
+        high[i] = scale(tile::ld_shared_u32(words + 32));
+      }
+    }
+    tile::wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      tile::wgmma_pin(d[i]);
+      if (i < count) release(stage[i]);
+    }
+    begin();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i >= count) break;
+      if (factors) {
+        sums.add_factors(d[i], low[i], x[i], there);
+      } else {
+        sums.add(d[i], low[i], high[i], x[i]);
+      }
+    }
+    end_before(quad + count);
   };
   // One whose tile is spread, block by block.
   const auto spread = [&](int quad) {
     float d[kFloats];
     const int stage = take();
+    begin();
     const uint32_t x = x_of(quad, stage), w = w_at + stage * (Math::kWeights / 16);
-    const OfX scales(scales_at + quad * Math::kScales);
+    OfX scales;
+    scales.load(scales_at + quad * Math::kScales);
     const uint32_t words = words_at + quad * Math::kWords;
     uint32_t low = tile::ld_shared_u32(words), high = tile::ld_shared_u32(words + 32);
 #pragma unroll 1
@@ -432,6 +462,12 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
       }
     }
     release(stage);
+    end_before(quad + 1);
+  };
+  // Leaves quads to the other warpgroup.
+  const auto skip = [&](int count) {
+    s += count;
+    if (s >= p.stages) s -= p.stages, phase ^= 1;
   };
 #pragma unroll 1
   for (int quad = 0; quad < at.length;) {
@@ -441,11 +477,17 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
       end += far == 0 ? 32 : __ffs(far) - 1;
     }
     end = min(end, at.length);
-    several(quad, end);
-    if (end < at.length) spread(end);
-    quad = end + 1;
+#pragma unroll 1
+    for (; quad < end; quad += kAhead, ++turn) {
+      const int count = min(kAhead, end - quad);
+      turn % 2 == group ? several(quad, count) : skip(count);
+    }
+    quad = end;
+    if (end == at.length) break;
+    turn % 2 == group ? spread(end) : skip(1);
+    ++quad, ++turn;
   }
-  sums.write(p.out, at.block, at.n0 + warp * 16, p.n, lane);
+  if (turn % 2 != group) sums.write(p.out, at.block, at.n0 + warp % 4 * 16, p.n, lane);
 }
 
 }  // namespace te_mx::sm90
