@@ -189,8 +189,8 @@ def _quantized(weight: Tensor, settings: Settings) -> list[Tensor]:
 @torch.no_grad()
 def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Put a snapshot into a frozen model, where its weights lie: CUDA graphs of the model run on
-    the new ones. Nothing lies twice but one weight at a time, and on Hopper, meanwhile, the plain
-    codes of MXFP8, with which names and shapes are compared.
+    the new ones. Nothing lies twice but one weight at a time, and meanwhile the plain codes of
+    MXFP8 that lies in tiles, with which names and shapes are compared.
 
     Args:
         model: frozen by te_mx.freeze_weights(model, drop_master=True, ..), with the formats of the
