@@ -87,8 +87,8 @@ __device__ __forceinline__ TileClasses finish_scales(const QuantizeParams& p, Qu
   const bool row_side = threadIdx.x < 128;
   const bool row_packed = kPlain ? p.row.packed : p.row.enabled;
   const bool col_packed = kPlain ? p.col.packed : p.col.enabled;
-  const ScaleRange row_range = p.row.enabled ? s.row.range() : ScaleRange{};
-  const ScaleRange col_range = p.col.enabled ? s.col.range() : ScaleRange{};
+  const ScaleRange row_range = row_packed ? s.row.range() : ScaleRange{};
+  const ScaleRange col_range = col_packed ? s.col.range() : ScaleRange{};
   const bool alone = p.by_rows && !row_range.empty();
   int row_class = row_packed ? TileScales::early_class(row_range, a.spread) : 2;
   if (alone) row_class = kUndecided;

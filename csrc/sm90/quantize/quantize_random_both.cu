@@ -55,7 +55,13 @@ __device__ __forceinline__ void write_plain(const CodesOut& out, const Tile& t, 
   uint8_t* to = out.codes + (t.r0 + at.r) * out.ld + ((t.c0() + at.c) >> half);
   const int width = (t.last_col ? out.last_width : 128 >> half) - (at.c >> half);
   const int rows = width > 0 ? t.rows - at.r : 0;
-  if (out.vectors) {
+  if (out.vectors && out.ld < INT32_MAX && rows >= 8 &&
+      width >= static_cast<int>(sizeof(decltype(of(0))))) {
+    const uint32_t ld = static_cast<uint32_t>(out.ld);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      *reinterpret_cast<decltype(of(k))*>(to + static_cast<uint64_t>(ld) * k) = of(k);
+  } else if (out.vectors) {
 #pragma unroll
     for (int k = 0; k < 8; ++k, to += out.ld) {
       if (k < rows) *reinterpret_cast<decltype(of(k))*>(to) = of(k);
@@ -89,6 +95,24 @@ __device__ __forceinline__ void write_col_words(const uint8_t (&codes)[128][128]
   }
 }
 
+// A thread's numbers; those of a whole tile at once, with no questions.
+__device__ __forceinline__ void load_tile(uint32_t (&x)[8][4], const QuantizeParams& p,
+                                          const Tile& t, const Place& at, void* slot) {
+  const Bf16* const from =
+      static_cast<const Bf16*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c;
+  if (!p.x_vectors || t.rows < 128 || t.cols < 128 || p.a.x_stride > INT32_MAX / 2) {
+    load_patch<Bf16>(x, from, p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, slot);
+    return;
+  }
+  const uint32_t step = 2 * static_cast<uint32_t>(p.a.x_stride);  // NOTE: one product a row
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(reinterpret_cast<const uint8_t*>(from) +
+                                                         static_cast<uint64_t>(step) * k));
+    x[k][0] = v.x, x[k][1] = v.y, x[k][2] = v.z, x[k][3] = v.w;
+  }
+}
+
 template <bool kRandom>
 __global__ void __launch_bounds__(kQuantizeThreads, 3)
     both_kernel(const __grid_constant__ RandomParams all) {
@@ -102,94 +126,90 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   if (!find_rows(t, p, all.groups)) return;
   const Place at;
   uint32_t all_x[8][4];
-  load_patch<Bf16>(
-      all_x, static_cast<const Bf16*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
-      p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
+  load_tile(all_x, p, t, at, &s.codes[0][0] + 64 * threadIdx.x);
   if (threadIdx.x == 0) s.row.clear(), s.col.clear(), smem.tile = t;
   if (threadIdx.x < 16) {
     const tile::Fp4Table table(threadIdx.x);
     smem.tables[threadIdx.x] = threadIdx.x == kNanTable ? make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu)
                                                         : make_uint2(table.low, table.high);
   }
-  if constexpr (kRandom) {
-    park_words(slot_of(smem), all.first + static_cast<uint32_t>(t.r0 + at.r), t.c0() + at.c,
-               key_of(all.seed));
-  }
   const bool sums = p.a.col_sum != nullptr;
   if (sums) sum_cols<Bf16>(s.sums, all_x, at);
 
-  const bool clamps = p.a.rule != ScaleRule::rceil;  // a scale may be too small
-  RowCodes<kRandom> rows(smem, all_x, at, p.a);
-  ColumnCodes<kRandom> cols(p.a, at, clamps);
-  const Transform transform(smem, all, t, at);
-  uint16_t* const entry = &s.col.blocks[at.band][at.c + at.lane_r];
-  if (!p.x_vectors) __syncthreads();  // the slots of load_patch() lie elsewhere
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int k = 0; k < 8; k += 2) {
-      tile::st_shared_u32x4(slot_of(smem) + kHalf * half + kStep * (k / 2),
-                            make_uint4(all_x[k][2 * half], all_x[k][2 * half + 1],
-                                       all_x[k + 1][2 * half], all_x[k + 1][2 * half + 1]));
-    }
-  }
+  RowCodes<kRandom> rows(smem, all_x, at, p.a, p.row.packed);
   __syncwarp();
-  // The columns, of a usual warp with a transform of kSize (0: none), or with what else there is.
-  const auto columns = [&]<int kSize>() {
-    constexpr bool kUsual = kSize >= 0;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t slot = slot_of(smem) + kHalf * half;
-      uint32_t four[8], made[4];
+  if (!p.x_vectors) __syncthreads();  // the slots of load_patch() lie elsewhere
+  const Slots slots(smem);
+  uint32_t row_codes[8] = {};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float v[2][8];
-        uint32_t x[8], words[8];
-        // NOTE: both pairs are read twice, since registers do not hold one of them meanwhile.
-#pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-          const uint4 two = tile::ld_shared_u32x4(slot + kStep * (k / 2));
-          x[k] = j == 0 ? two.x : two.y, x[k + 1] = j == 0 ? two.z : two.w;
-        }
-        load_columns(v, x, transform.at_turn);
-        if constexpr (kRandom) load_words(words, slot, j);
-        if (kUsual || p.row.enabled) {
-          rows.template add<kUsual>(four, x, v, j, words, clamps);
-          if (j == 1) {
-            tile::st_shared_u32x4(slot + kStep, make_uint4(four[0], four[1], four[2], four[3]));
-            tile::st_shared_u32x4(slot + 2 * kStep, make_uint4(four[4], four[5], four[6], four[7]));
-          }
-          if (!kUsual && rows.far) load_columns(v, x, transform.at_turn);
-        }
-        if (kUsual || p.col.enabled) {
-          transform.template run<kSize>(v);
-          cols.template add<kUsual>(made[2 * j], made[2 * j + 1], v, j, slot, entry + 4 * half,
-                                    p.a);
-        }
-      }
-      tile::st_shared_u32x4(slot, make_uint4(made[0], made[1], made[2], made[3]));
-    }
-  };
-  const bool usual = p.row.enabled && p.col.enabled && !clamps && !rows.far && transform.all_whole;
-  if (usual && all.size == 32) {
-    columns.template operator()<32>();
-  } else if (usual && all.size == 16) {
-    columns.template operator()<16>();
-  } else if (usual && all.size == 0) {
-    columns.template operator()<0>();
-  } else {
-    columns.template operator()<-1>();
+  for (int k = 0; k < 8; ++k) {
+    const auto& x = all_x[k];
+    tile::st_shared_u32x4(slots.to(k), make_uint4(x[0], x[1], x[2], x[3]));
   }
-  // NOTE: made anew; registers hold no places through the loop.
-  const Place place(static_cast<int>(tile::keep(threadIdx.x)));
-  uint32_t row_codes[8], col_codes[8];
-  load_eight(col_codes, slot_of(smem), kHalf);
+  const bool clamps = p.a.rule != ScaleRule::rceil;  // a scale may be too small
+  // NOTE: loops, not all eight rows and both columns at once: an SM keeps their code.
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h) {
+    uint4 words[4] = {};
+    if constexpr (kRandom) {
+      draw(words, all.first + static_cast<uint32_t>(t.r0 + at.r) + 4 * h, t.c0() + at.c,
+           key_of(all.seed));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        tile::st_shared_u32x4(
+            slots.words_to(h, j),
+            make_uint4(part(words[0], j), part(words[1], j), part(words[2], j), part(words[3], j)));
+      }
+    }
+    if (!p.row.enabled) continue;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) row_codes[k] = row_codes[k + 4];
+    const uint4 by4 = tile::ld_shared_u32x4(rows.at_by + 16 * h);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint4 w = tile::ld_shared_u32x4(slots.to(4 * h + k));
+      uint32_t x[4] = {w.x, w.y, w.z, w.w}, by = part(by4, k);
+      if (clamps || rows.far)
+        rows.prepare(x, by, s.row.blocks[at.row_block][at.r + 4 * h + k], clamps);
+      row_codes[4 + k] = rows.codes_of(x, words[k], by);
+    }
+  }
   bool nan = false;
   if (p.row.enabled) {
-    rows.finish(row_codes, smem, place);
+    rows.finish(row_codes, smem, at);
     nan = rows.nan;
   }
-  if (p.col.enabled) nan |= cols.finish(s.col, col_codes, place);
+  if (p.row.enabled && !p.row.packed)
+    write_plain(p.row, t, at, [&](int k) { return row_codes[k]; });
+  __syncwarp();
+  uint32_t col_codes[8];
+  if (p.col.enabled) {
+    const ColumnCodes<kRandom> cols(t, at);
+    uint32_t codes[2][4] = {}, e[2] = {};
+#pragma unroll 1
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int g = 0; g < 4; ++g) codes[0][g] = codes[1][g];
+      __syncwarp();  // or ptxas would read numbers before the loop, and have no registers for them
+      e[0] = e[1];
+      e[1] = cols.run(codes[1], slots, c, all);
+    }
+    const int thread = static_cast<int>(tile::keep(threadIdx.x));  // made anew, as below
+    const Place place(thread);
+    const Slots back(smem, thread);
+    const auto found = [](const uint32_t (&w)[4]) {
+      return (w[0] | w[1] | w[2] | w[3]) & 0x77777777u;
+    };
+    const uint32_t any[2] = {found(codes[0]), found(codes[1])};
+    nan |= cols.finish(s.col, any, e, place.c + 2 * place.lane_r, place.band, p.col.packed);
+    __syncwarp();
+#pragma unroll
+    for (int g = 0; g < 4; ++g) tile::st_shared_u32x2(back.codes_to(g), codes[0][g], codes[1][g]);
+    __syncwarp();
+    load_eight(col_codes, back.codes_from(0), 512);
+  }
+  // NOTE: made anew; registers hold no places through the columns.
+  const Place place(static_cast<int>(tile::keep(threadIdx.x)));
   nan = __syncthreads_or(nan);
   t = smem.tile;
   const TileClasses classes = finish_scales<kFmt, true>(p, s, t, sums);
@@ -201,8 +221,6 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
 #pragma unroll
     for (int k = 0; k < 8; ++k)
       out.write(k, tile::Fp4Table(smem.tables[half_of(tables, k)]).eight(row_codes[k]));
-  } else if (p.row.enabled) {
-    write_plain(p.row, t, place, [&](int k) { return row_codes[k]; });
   }
   if (!p.col.enabled) return;
   if (p.a.col_lies_as_x) {
@@ -241,7 +259,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
 
 }  // namespace
 
-Status quantize_both_randomly(const RandomParams& p, cudaStream_t stream) {
+Status quantize_both_randomly(const RandomParams& given, cudaStream_t stream) {
+  RandomParams p = given;
+  for (int i = 0; i < 32; ++i) p.turns[i] = (p.signs >> i & 1) != 0 ? -1.0f : 1.0f;
   const bool random = p.seed != nullptr;
   const auto kernel = random ? both_kernel<true> : both_kernel<false>;
   constexpr int kBytes = sizeof(RandomSmem), kDrawn = sizeof(RandomSmem::words);

@@ -14,6 +14,7 @@ struct RandomParams {
   uint32_t first;       // number of x's first row, modulo 2^32
   int size;             // of the transform, 0 for none
   uint32_t signs;
+  float turns[32];  // 1 or -1: the sign that the transform gives each row of a block of 32
 };
 
 // ------------------------------------------------------------------------------------- transforms
@@ -76,13 +77,10 @@ __device__ __forceinline__ float round_by_chance(float scaled, uint32_t upper_ma
 // subnormal numbers begin where those of the code do.
 inline constexpr float kToSteps = 0x1p-126f;
 
-// The magnitude of a code in byte 3, of a number times kToSteps, by its bits and 16 random ones:
-// half c of a word. What is more than the largest code has to be clamped.
+// The magnitude of a code in bits 22 to 24, with the sign in bit 31, of a number times kToSteps, by
+// its bits and 16 random ones: half c of a word. What is more than the largest code has to be
+// clamped before.
 __device__ __forceinline__ uint32_t step_by_chance(uint32_t bits, uint32_t word, int c) {
-  return bits * 4 + __byte_perm(word, 0, c == 0 ? 0x4104 : 0x4324);
-}
-// The same in bits 22 to 24, with the sign in bit 31, by one instruction.
-__device__ __forceinline__ uint32_t signed_step_by_chance(uint32_t bits, uint32_t word, int c) {
   return __dp2a_lo(word, c == 0 ? 0x40u : 0x4000u, bits);
 }
 

@@ -1,5 +1,5 @@
-// The two directions of the quantizer of both at random: codes of a thread's rows and columns, two
-// columns at a time, and the entries of their blocks.
+// The two directions of the quantizer of both at random: codes of a thread's rows, and of the
+// columns that it has after an exchange, and the entries of their blocks.
 #pragma once
 
 #include "mxtile/sm90/shared.cuh"
@@ -9,26 +9,44 @@ namespace te_mx::sm90 {
 
 using Bf16 = __nv_bfloat16;
 
-// NOTE: numbers and random words wait in shared memory, not in registers. So columns are a loop
-// whose code an SM keeps, and three CTAs fit on it.
+// NOTE: numbers and random words wait in shared memory, not in registers: three CTAs fit on an SM.
 struct RandomSmem {
   Tile tile;
-  alignas(8) uint2 tables[16];                // of fp4.cuh's u, and of NaN
-  alignas(16) uint32_t row_by[4][128];        // what blocks of rows are multiplied by
-  alignas(16) uint32_t turn[kTileWarps][32];  // sign bits that transforms turn, of each warp
-  QuantizeSmem q;                             // its codes are the first half of x
-  uint4 x[4][kQuantizeThreads];               // the second half
-  uint4 words[8][kQuantizeThreads];           // where there are any
+  alignas(8) uint2 tables[16];          // of fp4.cuh's u, and of NaN
+  alignas(16) uint32_t row_by[4][128];  // what blocks of rows are multiplied by
+  QuantizeSmem q;                       // its codes are the first half of x
+  uint4 x[4][kQuantizeThreads];         // the second half
+  uint4 words[8][kQuantizeThreads];     // where there are any
 };
-// For each half of a thread's columns four vectors, x of two rows in each, and later its codes.
-inline constexpr int kStep = 16 * kQuantizeThreads;  // from vector to vector
-inline constexpr int kHalf = 4 * kStep;
-inline constexpr int kWords = 2 * kHalf;  // to random words
-static_assert(sizeof(QuantizeSmem::codes) == kHalf && sizeof(RandomSmem::x) == kHalf);
-__device__ __forceinline__ uint32_t slot_of(const RandomSmem& s) {
-  return tile::smem_addr(&s.q.codes[0][0]) + 16 * threadIdx.x;
-}
-
+// The four lanes of a band exchange what they have: x as rows, of which a lane takes a word of
+// each; random words as vectors of one word of four rows.
+inline constexpr int kWarpRoom = 8 * 32 * 16, kWords = kTileWarps * kWarpRoom;
+static_assert(sizeof(QuantizeSmem::codes) + sizeof(RandomSmem::x) == kWords);
+struct Slots {
+  uint32_t warp, lane;
+  __device__ __forceinline__ explicit Slots(const RandomSmem& s, int thread = threadIdx.x)
+      : warp(tile::smem_addr(&s.q.codes[0][0]) + kWarpRoom * (thread / 32)), lane(thread % 32) {}
+  // Row k of this lane.
+  __device__ __forceinline__ uint32_t to(int k) const {
+    return warp + 16 * (lane % 8) + 1024 * (lane / 8) + 128 * k;
+  }
+  // Its word of row r of the band.
+  __device__ __forceinline__ uint32_t from(int r) const {
+    return warp + 16 * (lane % 8) + 4 * (lane / 8) + 128 * r;
+  }
+  // Random words j of rows 4 h to 4 h + 3 of this lane; its own of rows 4 v to 4 v + 3 of the band.
+  __device__ __forceinline__ uint32_t words_to(int h, int j) const {
+    return kWords + warp + 16 * (lane % 8) + 1024 * (lane / 8) + 512 * h + 128 * j;
+  }
+  __device__ __forceinline__ uint32_t words_from(int v) const {
+    return kWords + warp + 16 * lane + 512 * v;
+  }
+  // Codes come back as pairs of words: of eight rows, and the two columns of a lane.
+  __device__ __forceinline__ uint32_t codes_to(int g) const {
+    return warp + 8 * (lane / 8 % 2) + 512 * (lane / 16) + 16 * (lane % 8) + 128 * g;
+  }
+  __device__ __forceinline__ uint32_t codes_from(int h) const { return warp + 16 * lane + 512 * h; }
+};
 __device__ __forceinline__ uint32_t part(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -44,25 +62,6 @@ __device__ __forceinline__ void load_eight(uint32_t (&to)[8], uint32_t from, int
   to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// Draws the random words of a thread's elements; those of a pair of columns lie in two vectors.
-__device__ __forceinline__ void park_words(uint32_t slot, uint32_t row, int64_t col, uint2 key) {
-#pragma unroll
-  for (int r = 0; r < 8; r += 4) {
-    uint4 made[4];
-    draw(made, row + r, col, key);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      tile::st_shared_u32x4(
-          slot + kWords + kStep * (2 * j + r / 4),
-          make_uint4(part(made[0], j), part(made[1], j), part(made[2], j), part(made[3], j)));
-    }
-  }
-}
-// Those of pair j of the half that a slot has.
-__device__ __forceinline__ void load_words(uint32_t (&words)[8], uint32_t slot, int j) {
-  load_eight(words, slot + kWords + kStep * 2 * j, kStep);
-}
-
 // Which of a thread's eight codes words are not all zeros, or those of the lanes kBit and 2 kBit
 // apart.
 template <int kBit>
@@ -74,18 +73,16 @@ __device__ __forceinline__ uint32_t nonzero_blocks(const uint32_t (&codes)[8]) {
   return found | __shfl_xor_sync(~0u, found, 2 * kBit);
 }
 
-// The rows of a thread: what their blocks are multiplied by, and codes that come together column by
-// column.
+// The rows of a thread: what their blocks are multiplied by, and codes.
 template <bool kRandom>
 struct RowCodes {
   uint32_t at_by;  // what the thread's rows are multiplied by, fp32 numbers or bf16 ones twice
   // Of the warp: some factor times kToSteps is one that fp32 does not hold; some block is NaN, some
   // is one that the scales do not reach and not of zeros.
   bool far, nan, low;
-  uint32_t even[8];
 
   __device__ __forceinline__ RowCodes(RandomSmem& s, const uint32_t (&x)[8][4], const Place& at,
-                                      const QuantizeTask& a)
+                                      const QuantizeTask& a, bool packed)
       : at_by(tile::smem_addr(&s.row_by[at.row_block][at.r])) {
     using In = Input<Bf16>;
     uint32_t m[4];
@@ -98,7 +95,7 @@ struct RowCodes {
     const uint32_t most = fold<Bf16, 1>(m);
     const BlockPair pair = block_pair<Bf16, tile::Fp8::e2m1>(most, a);
     s.q.row.add_blocks(at.folded_row(), at.row_block, pair.entries);
-    s.q.row.add_range(pair.entries);
+    if (packed) s.q.row.add_range(pair.entries);
     nan = __any_sync(~0u, pair.nan);
     low = __any_sync(~0u, (~pair.entries & 0x01000100u) != 0 && (most & 0x7FFF7FFFu) != 0);
     far = kRandom && __any_sync(~0u, __vcmpgtu2(0x34003400u, pair.factors) != 0);
@@ -116,68 +113,57 @@ struct RowCodes {
                           by(pair.factors & 0xFFFF), by(pair.factors >> 16));
   }
 
-  // Adds column pair j of two, v with any signs; after the second one, four[k] has nibbles and, in
-  // bits 23 and 31, the signs of the first and the third.
-  template <bool kUsual>
-  __device__ __forceinline__ void add(uint32_t (&four)[8], const uint32_t (&x)[8], float (&v)[2][8],
-                                      int j, const uint32_t (&words)[8], bool clamps) {
-    uint32_t by[8];
-    load_eight(by, at_by);
-    if (!kUsual && far) {
+  // What is rare, of a row: its numbers as large as the largest code at most, and by a factor that
+  // is far, exact in bf16 where they are not far below the smallest code.
+  __device__ __forceinline__ void prepare(uint32_t (&x)[4], uint32_t& by, uint32_t entry,
+                                          bool clamps) const {
+    const uint32_t six = min(((entry & 0xFF) + 2) << 7 | 0x40, 0x7F7Fu);
+    const float factor = __uint_as_float(by);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        v[0][k] *= __uint_as_float(by[k]), v[1][k] *= __uint_as_float(by[k]);
-        by[k] = __float_as_uint(kToSteps);
+    for (int j = 0; j < 4; ++j) {
+      if (clamps) x[j] = tile::clamp_magnitude_bf16x2(x[j], six * 0x10001u);
+      if (far) {
+        x[j] = __byte_perm(__float_as_uint(low_bf16(x[j]) * factor),
+                           __float_as_uint(high_bf16(x[j]) * factor), 0x7632);
       }
     }
-    // Of the first pair two codes in bytes 0 and 1, signs in bytes 2 and 3.
-    const auto add_row = [&]<bool kClamps>(int k) {
-      if constexpr (kRandom) {
-        uint32_t w[2];
+    if (far) by = __float_as_uint(kToSteps);
+  }
+
+  // Codes of eight numbers of one row.
+  __device__ __forceinline__ uint32_t codes_of(const uint32_t (&x)[4], const uint4& words,
+                                               uint32_t by) const {
+    if constexpr (kRandom) {
+      uint32_t w[8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float v[2] = {low_bf16(x[j]), high_bf16(x[j])};
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float steps = __fmul_rz(v[c][k], __uint_as_float(by[k]));
-          w[c] = step_by_chance(__float_as_uint(steps), words[k], c);
-          if (kClamps) w[c] = min(w[c], 0x07FFFFFFu);
+          const uint32_t bits = __float_as_uint(__fmul_rz(v[c], __uint_as_float(by)));
+          w[2 * j + c] = step_by_chance(bits, part(words, j), c);
         }
-        if (j == 0) {
-          even[k] = __byte_perm(__byte_perm(w[0], w[1], 0x73), x[k], 0x7510);
-          return;
-        }
-        four[k] = tile::permute_bytes(even[k], w[1], 0xFF71) * 16 +
-                  tile::permute_bytes(even[k], w[0], 0xFF70);
-      } else {
-        uint32_t w = steps_nearest(x[k], *reinterpret_cast<const __nv_bfloat162*>(&by[k]));
-        if (kClamps) w = __vminu2(w & 0x000F000Fu, 0x00070007u);
-        if (j == 0) {
-          even[k] = __byte_perm(__byte_perm(w, 0, 0x20), x[k], 0x7510);
-          return;
-        }
-        const uint32_t bytes = __byte_perm(even[k], w, 0x6410) & 0x07070707u;
-        four[k] = tile::permute_bytes(bytes + (bytes >> 4), 0, 0x4420);
       }
-      four[k] |= __byte_perm(even[k], x[k], 0x5273) & 0x80808080u;
-    };
-    if (!kUsual && clamps) {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) add_row.template operator()<true>(k);
+      return nibbles_of_steps(w);
     } else {
+      uint32_t bytes[2];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) add_row.template operator()<false>(k);
+      for (int i = 0; i < 2; ++i) {
+        uint32_t w[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          w[j] = steps_nearest(x[2 * i + j], *reinterpret_cast<const __nv_bfloat162*>(&by));
+        const uint32_t codes = __byte_perm(w[0], w[1], 0x6420) & 0x07070707u;
+        const uint32_t signs = __byte_perm(x[2 * i], x[2 * i + 1], 0x7531) >> 4 & 0x08080808u;
+        bytes[i] = codes | signs;
+      }
+      return __byte_perm(bytes[0] + (bytes[0] >> 4), bytes[1] + (bytes[1] >> 4), 0x6420);
     }
   }
 
-  // The codes of all, of what add() made of each half.
+  // What the codes of NaN are, and entries of blocks that were rounded up from nothing.
   __device__ __forceinline__ void finish(uint32_t (&codes)[8], RandomSmem& smem, const Place& at) {
     QuantizeSmem& s = smem.q;
-    uint32_t first[8], second[8];
-    load_eight(first, slot_of(smem) + kStep, kStep);
-    load_eight(second, slot_of(smem) + kHalf + kStep, kStep);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      codes[k] = __byte_perm(first[k], second[k], 0x5410) |
-                 (__byte_perm(first[k], second[k], 0x7632) >> 4 & 0x08080808u);
-    }
     if (nan) {
       uint32_t by[8];
       load_eight(by, at_by);
@@ -195,139 +181,38 @@ struct RowCodes {
   }
 };
 
-// Two columns of bf16 numbers, with signs turned.
-__device__ __forceinline__ void load_columns(float (&v)[2][8], const uint32_t (&x)[8],
-                                             uint32_t at_turn) {
-  uint32_t turn[8];
-  load_eight(turn, at_turn);
+// Sums and differences of `count` of a column's numbers.
+template <int kFirst, int kFrom, int kTo>
+__device__ __forceinline__ void add_up(float (&v)[32], int count) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    v[0][i] = __uint_as_float(x[i] * 0x10000u + turn[i]);
-    v[1][i] = __uint_as_float((x[i] & 0xFFFF0000u) ^ turn[i]);
-  }
-}
-
-struct Transform {
-  int size, place;
-  uint32_t at_turn;  // the sign bits of the thread's rows
-  bool whole, all_whole;
-
-  __device__ __forceinline__ Transform(RandomSmem& s, const RandomParams& p, const Tile& t,
-                                       const Place& at)
-      : size(p.size), place(at.lane_r) {
-    const auto is_whole = [&](int r) { return (r & ~(size - 1)) + size <= t.rows; };
-    const int lane = threadIdx.x % 32;
-    const bool turns = size != 0 && is_whole(32 * at.band + lane);
-    s.turn[threadIdx.x / 32][lane] = turns ? p.signs << (31 - lane) & 0x80000000u : 0;
-    at_turn = tile::smem_addr(&s.turn[threadIdx.x / 32][8 * place]);
-    whole = is_whole(at.r);
-    all_whole = __all_sync(~0u, whole);
-  }
-
-  // Of two columns whose signs were turned.
-  template <int kSize>  // the transform's where all is whole, or -1
-  __device__ __forceinline__ void run(float (&v)[2][8]) const {
-    const int size = kSize >= 0 ? kSize : this->size;
-    if (size == 0) return;
-    const auto transform = [&](float (&v)[8]) {
-      butterfly<8>(v, size, place);
+  for (int h = kFrom; h < kTo; h *= 2) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], transform_factor(size));
-    };
-    if constexpr (kSize >= 0) {
-      transform(v[0]), transform(v[1]);
-    } else {
-#pragma unroll 1
-      for (int c = 0; c < 2; ++c) {
-        float out[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) out[i] = c == 0 ? v[0][i] : v[1][i];
-        transform(out);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (whole && c == 0) v[0][i] = out[i];
-          if (whole && c == 1) v[1][i] = out[i];
-        }
-      }
+    for (int i = kFirst; i < kFirst + count; ++i) {
+      if (i & h) continue;
+      const float a = v[i], b = v[i + h];
+      v[i] = __fadd_rn(a, b), v[i + h] = __fsub_rn(a, b);
     }
   }
-};
-
-// The largest of four lanes that have the same columns.
-__device__ __forceinline__ uint32_t larger_of_band(uint32_t v) {
-  v = __vmaxu2(v, __shfl_xor_sync(~0u, v, 8));
-  return __vmaxu2(v, __shfl_xor_sync(~0u, v, 16));
+}
+// The first sums of 16, of numbers that take signs.
+template <int kFirst>
+__device__ __forceinline__ void add_signed(float (&v)[32], const float (&signs)[32]) {
+#pragma unroll
+  for (int i = kFirst; i < kFirst + 16; i += 2) {
+    const float a = v[i] * signs[i], b = v[i + 1];
+    v[i] = __fmaf_rn(b, signs[i + 1], a), v[i + 1] = __fmaf_rn(b, -signs[i + 1], a);
+  }
 }
 
 inline constexpr uint32_t kNotFinite = 511, kFp4Emax = 2;
 
-// e + kFp4Emax of two blocks from the largest magnitudes that each lane has, or kNotFinite.
-__device__ __forceinline__ uint32_t exponents_of(float m0, float m1, uint32_t carry,
-                                                 const QuantizeTask& a) {
-  const auto one = [&](float m) -> uint32_t {
-    const uint32_t bits = __float_as_uint(m) & 0x7FFFFFFFu;
-    return bits >= 0x7F800000u ? kNotFinite : (bits + carry) >> 23;
-  };
-  uint32_t both = larger_of_band(one(m0) | one(m1) << 16);
-  // Where quotients are subnormal, as the quantizer computes them.
-  if (__any_sync(~0u, (both & 0xFFFF) < 4 || both >> 16 < 4)) {
-    const auto exact = [&](float m, uint32_t from) -> uint32_t {
-      uint32_t bits = __float_as_uint(m) & 0x7FFFFFFFu;
-      bits = max(bits, __shfl_xor_sync(~0u, bits, 8));
-      bits = max(bits, __shfl_xor_sync(~0u, bits, 16));
-      if (from == kNotFinite) return from;
-      return (block_entry<float, tile::Fp8::e2m1>(__uint_as_float(bits), a.rule) & 0xFF) + kFp4Emax;
-    };
-    both = exact(m0, both & 0xFFFF) | exact(m1, both >> 16) << 16;
-  }
-  return __vmaxu2(both, kFp4Emax * 0x10001u);
-}
-
-// The columns of a thread, two at a time.
+// The columns of a thread, one at a time: all 32 rows of a block.
 template <bool kRandom>
 struct ColumnCodes {
-  // What is added so that a rule carries into the exponent: the carry of bf16, and behind it
-  // nothing or all ones.
-  uint32_t carry;
-  bool clamps;
-  bool odd;     // of two columns this lane has the scale of the second
-  bool writes;  // and leaves it at `entry`
+  int rows;  // of the block
 
-  __device__ __forceinline__ ColumnCodes(const QuantizeTask& a, const Place& at, bool clamps)
-      : carry(a.rule == ScaleRule::rceil  ? 0x3FFFFFu
-              : a.rule == ScaleRule::even ? 0x200000u
-                                          : 0),
-        clamps(clamps),
-        odd(at.lane_r % 2 != 0),
-        writes(at.lane_r < 2) {}
-
-  // Codes of column c of two, scaled.
-  template <bool kUsual>
-  __device__ __forceinline__ uint32_t codes_of(const float (&v)[8], float factor, int c,
-                                               const uint32_t (&words)[8]) const {
-    uint32_t w[8];
-    if constexpr (kRandom) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t bits = __float_as_uint(__fmul_rz(v[i], factor));
-        w[i] = signed_step_by_chance(bits, words[i], c);
-      }
-      if (!kUsual && clamps) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          w[i] = min(w[i] & 0x7FFFFFFFu, 0x01FFFFFFu) | (w[i] & 0x80000000u);
-      }
-      return nibbles_of_steps(w);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) w[i] = step_nearest(__fmul_rn(v[i], factor));
-      if (!kUsual && clamps) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) w[i] = min(w[i] & 0xFu, 7u);
-      }
-      return nibbles_of(w, v);
-    }
-  }
+  __device__ __forceinline__ ColumnCodes(const Tile& t, const Place& at)
+      : rows(t.rows - 32 * at.band) {}
 
   // What the numbers of a block are multiplied by.
   static __device__ __forceinline__ float factor_of(uint32_t e) {
@@ -335,59 +220,114 @@ struct ColumnCodes {
     return __uint_as_float((254 + kFp4Emax - 21 - e) << 23);
   }
 
-  template <bool kUsual>
-  __device__ __forceinline__ void add(uint32_t& first, uint32_t& second, float (&v)[2][8], int j,
-                                      uint32_t slot, uint16_t* entry, const QuantizeTask& a) {
-    float most[2] = {v[0][0], v[1][0]};
+  // Codes of column c of the thread's two, and e + kFp4Emax of its block, or kNotFinite.
+  __device__ __forceinline__ uint32_t run(uint32_t (&codes)[4], const Slots& slots, int c,
+                                          const RandomParams& p) const {
+    float v[32];
+    const float factor = transform_factor(p.size);
+    // Whether the first and the second 16 rows are transformed, and all 32 as one.
+    const bool one = p.size == 32 && rows >= 32, first = one || (p.size == 16 && rows >= 16),
+               second = one || (p.size == 16 && rows >= 32);
+    // What is added so that a rule carries into the exponent: the carry of bf16, and behind it
+    // nothing or all ones.
+    const ScaleRule rule = p.q.a.rule;
+    const uint32_t carry = rule == ScaleRule::rceil  ? 0x3FFFFFu
+                           : rule == ScaleRule::even ? 0x200000u
+                                                     : 0;
+    const uint32_t half = c == 0 ? 0x1044 : 0x3244;
+    const uint32_t from = slots.from(0);
 #pragma unroll
-    for (int i = 1; i < 8; ++i) {
-      most[0] = tile::max_magnitude(most[0], v[0][i]);
-      most[1] = tile::max_magnitude(most[1], v[1][i]);
+    for (int i = 0; i < 32; ++i)
+      v[i] = __uint_as_float(tile::permute_bytes(tile::ld_shared_u32(from + 128 * i), 0, half));
+    const auto multiply = [&](int from) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) v[from + i] = __fmul_rn(v[from + i], factor);
+    };
+    if (first) add_signed<0>(v, p.turns), add_up<0, 2, 16>(v, 16);
+    if (second) add_signed<16>(v, p.turns), add_up<16, 2, 16>(v, 16);
+    float most;
+    if (one) {
+      // NOTE: the larger of two numbers' sum and difference is the sum of their magnitudes.
+      uint32_t largest = 0;
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        largest = max(largest, __float_as_uint(__fadd_rn(fabsf(v[i]), fabsf(v[i + 16]))));
+      most = __fmul_rn(__uint_as_float(largest), factor);
+      add_up<0, 16, 32>(v, 32);
+      multiply(0), multiply(16);
+    } else {
+      if (first) multiply(0);
+      if (second) multiply(16);
+      most = v[0];
+#pragma unroll
+      for (int i = 1; i < 32; ++i) most = tile::max_magnitude(most, v[i]);
     }
-    float m = tile::max_magnitude(odd ? most[1] : most[0],
-                                  __shfl_xor_sync(~0u, odd ? most[0] : most[1], 8));
-    m = tile::max_magnitude(m, __shfl_xor_sync(~0u, m, 16));
-    uint32_t e = ((__float_as_uint(m) & 0x7FFFFFFFu) + carry) >> 23;
-    float mine_by = factor_of(e), other_by = __shfl_xor_sync(~0u, mine_by, 8);
-    float by[2] = {odd ? other_by : mine_by, odd ? mine_by : other_by};
+    const uint32_t bits = __float_as_uint(most) & 0x7FFFFFFFu;
+    uint32_t e = (bits + carry) >> 23;
+    float by = factor_of(e);
     if (__any_sync(~0u, e - 4 > 136)) {
-      const uint32_t both = exponents_of(most[0], most[1], carry, a);
-      e = odd ? both >> 16 : both & 0xFFFF;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const uint32_t own = c == 0 ? both & 0xFFFF : both >> 16;
-        // A factor that fp32 does not hold: the scale first.
-        const bool nan = own == kNotFinite, far = own > 140;
-        const float scale = nan ? 0.0f : __uint_as_float((254 + kFp4Emax - own) << 23);
-        by[c] = far ? (kRandom ? kToSteps : kToNearest) : factor_of(own);
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          v[c][i] = nan ? 0.0f : far ? __fmul_rz(v[c][i], scale) : v[c][i];
+      if (bits >= 0x7F800000u) {
+        e = kNotFinite;
+      } else if (e < 4) {  // where quotients are subnormal, as the quantizer computes them
+        e = max((block_entry<float, tile::Fp8::e2m1>(__uint_as_float(bits), p.q.a.rule) & 0xFF) +
+                    kFp4Emax,
+                kFp4Emax);
       }
+      // A factor that fp32 does not hold: the scale first.
+      const bool nan = e == kNotFinite, far = e > 140;
+      const float scale = nan ? 0.0f : __uint_as_float((254 + kFp4Emax - e) << 23);
+      by = far ? (kRandom ? kToSteps : kToNearest) : factor_of(e);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) v[i] = nan ? 0.0f : far ? __fmul_rz(v[i], scale) : v[i];
     }
-    uint32_t words[8];
-    if constexpr (kRandom) load_words(words, slot, j);
-    first = codes_of<kUsual>(v[0], by[0], 0, words);
-    second = codes_of<kUsual>(v[1], by[1], 1, words);
-    if (writes) entry[2 * j] = static_cast<uint16_t>(e);
+    if (rule != ScaleRule::rceil) {
+      // As large as the largest code; the scale first where it is far.
+      const uint32_t scale = max((e - kFp4Emax) << 23, 0x00400000u);
+      const float limit = 6.0f * (e > 140 ? 1.0f : __uint_as_float(scale));
+#pragma unroll
+      for (int i = 0; i < 32; ++i) v[i] = tile::clamp_magnitude(v[i], limit);
+    }
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      float eight[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) eight[i] = v[8 * g + i];
+      uint32_t words[8];
+      if constexpr (kRandom) load_eight(words, slots.words_from(2 * g), 512);
+      codes[g] = codes_of(eight, by, c, words);
+    }
+    return e;
   }
 
-  // Makes entries of what add() left; whether one is of NaN.
-  __device__ __forceinline__ bool finish(TileScales& scales, const uint32_t (&codes)[8],
-                                         const Place& at) const {
-    __syncwarp();
-    const int c = at.c + 2 * at.lane_r;
-    const uint32_t e2 = *reinterpret_cast<const uint32_t*>(&scales.blocks[at.band][c]);
-    const uint32_t nans = __vcmpgeu2(e2, kNotFinite * 0x10001u);
-    uint32_t entries = ((e2 - kFp4Emax * 0x10001u) | kCounts * 0x10001u) & ~nans;
+  // Codes of eight numbers.
+  __device__ __forceinline__ uint32_t codes_of(const float (&v)[8], float factor, int c,
+                                               const uint32_t (&words)[8]) const {
+    uint32_t w[8];
+    if constexpr (kRandom) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        w[i] = step_by_chance(__float_as_uint(__fmul_rz(v[i], factor)), words[i], c);
+      return nibbles_of_steps(w);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) w[i] = step_nearest(__fmul_rn(v[i], factor));
+      return nibbles_of(w, v);
+    }
+  }
+
+  // Makes entries of what run() found of columns c and c + 1; whether one is of NaN.
+  __device__ __forceinline__ bool finish(TileScales& scales, const uint32_t (&found)[2],
+                                         const uint32_t (&e2)[2], int c, int band,
+                                         bool packed) const {
+    const uint32_t both = e2[0] | e2[1] << 16;
+    const uint32_t nans = __vcmpgeu2(both, kNotFinite * 0x10001u);
+    uint32_t entries = ((both - kFp4Emax * 0x10001u) | kCounts * 0x10001u) & ~nans;
     entries |= 0x00FF00FFu & nans;
     const uint32_t e = entries & 0x00FF00FFu;
-    if (__any_sync(~0u, (e & 0xFFFF) == 0 || e >> 16 == 0)) {
-      const uint32_t found = nonzero_blocks<8>(codes) >> (2 * at.lane_r);
-      entries = e | (found & 1) * kCounts | (found >> 1 & 1) * (kCounts << 16);
-    }
-    scales.add_blocks(c, at.band, entries);
-    scales.add_range(entries);
+    if (__any_sync(~0u, (e & 0xFFFF) == 0 || e >> 16 == 0))
+      entries = e | (found[0] != 0 ? kCounts : 0) | (found[1] != 0 ? kCounts << 16 : 0);
+    scales.add_blocks(c, band, entries);
+    if (packed) scales.add_range(entries);
     return nans != 0;
   }
 };
