@@ -32,6 +32,7 @@ struct CodesConfig {
   using Operands = Operands_;
   using Promotion = PowerOfTwoScales;
   static constexpr EpilogueKind kEpilogue = kEpilogue_;
+  static constexpr bool kByWarps = false;
   static constexpr bool kKeepsSums = kEpilogue == EpilogueKind::sums;
   static constexpr int kM = 128, kN = 128, kStages = kKeepsSums ? 5 : 4, kCluster = 1, kSlots = 1;
   static constexpr int kMath = 2, kWaves = 1, kLhsTiles = 1;

@@ -44,6 +44,9 @@ struct GemmConfig : Shape {
   // Of a stage that is ready: by those who prepare it, and by the producer for the codes.
   static constexpr int kReady = (Promotion::kPrepares ? kPrepared * kLhsTiles : 0) + 1;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
+  // Whether its warps store D themselves: where there is one slot, in which the copy engine
+  // reads while everybody waits, and of two where the promotion says so.
+  static constexpr bool kByWarps = kSlots == 1 || (kSlots == 2 && Promotion::kWarpsStore);
   // Whether the sums of a block stay in shared memory, where the stages of lhs were.
   static constexpr bool kKeepsSums = false;
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).

@@ -327,7 +327,7 @@ __device__ __forceinline__ void store_sums(const float (&v)[64], const Wave& w) 
   }
 }
 
-template <EpilogueKind kEpilogue, int kSlots>
+template <EpilogueKind kEpilogue, int kSlots, bool kByWarps>
 __device__ __forceinline__ void store_block(float (&v)[64], const EpilogueParams& p,
                                             const CUtensorMap* map, const Wave& at) {
   Wave w = at;
@@ -336,6 +336,14 @@ __device__ __forceinline__ void store_block(float (&v)[64], const EpilogueParams
   if constexpr (kEpilogue != EpilogueKind::plain) w.thread = tile::keep(threadIdx.x) % 128;
   if constexpr (kEpilogue == EpilogueKind::backward) {
     epilogue_backward(v, p, w);
+  } else if (kByWarps && kEpilogue == EpilogueKind::plain && !p.accumulate && !w.by_element) {
+    if (p.bias != nullptr) {
+      convert_bias(p, w);
+      tile::named_barrier(w.barrier, 128);
+      add_bias(v, w);
+      tile::named_barrier(w.barrier, 128);  // the next block's bias comes to the same place
+    }
+    with_type(p.out_dtype, [&]<class T>(T) { store_by_warps<T, kSlots>(v, p, w); });
   } else {
     convert_bias(p, w);
     free_staging<kSlots>(w);
@@ -349,7 +357,7 @@ __device__ __forceinline__ void store_block(float (&v)[64], const EpilogueParams
   }
 }
 
-template <EpilogueKind kEpilogue, int kSlots>
+template <EpilogueKind kEpilogue, int kSlots, bool kByWarps = false>
 __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpilogueParams& p,
                                               const CUtensorMap* map, const Wave& at) {
   if constexpr (kEpilogue == EpilogueKind::sums) {
@@ -358,7 +366,7 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
     free_staging<kSlots>(at);
     store_wave<float, kSlots, true>(v, p, map, true, at);
   } else {
-    store_block<kEpilogue, kSlots>(v, p, map, at);
+    store_block<kEpilogue, kSlots, kByWarps>(v, p, map, at);
   }
 }
 

@@ -97,6 +97,7 @@ struct LhsFactors {
   static constexpr int64_t kLhsTileWords = 128;
   static constexpr int kLhsTileBytes = 4 * 128;
   static constexpr int kPendingAtTurn = kPendingAtTurn_;
+  static constexpr bool kWarpsStore = false, kOwnZeros = false;
   using WavesApart = void;  // for a kernel that sends each wave of a block when it is done
 
   static __device__ __forceinline__ const uint32_t* lhs_scales(const uint32_t* all, int tile) {
@@ -243,6 +244,7 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
   static constexpr int kRhsTileBytes = 4 * 128;
   static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128;
+  static constexpr bool kWarpsStore = true;
   using WavesApart = RowFactors<kPendingAtTurn_, true>;
   template <int kWaves>
   using Step = RowFactorStep<kWaves>;

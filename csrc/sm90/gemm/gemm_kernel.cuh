@@ -193,7 +193,13 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
+      for (int i = 0; i < 64; ++i) {
+        if (Promotion::kOwnZeros && wave > 0) {
+          sum[wave][i ^ 1] = tile::own_zero();
+        } else {
+          sum[wave][i] = 0.0f;
+        }
+      }
     }
     // Where what is decided about a step lies behind what is prepared for it.
     const int decided = Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile;
@@ -254,7 +260,8 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
           // The end of a group: what lies behind it belongs to the next one.
           if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
         }
-        epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
+        epilogue_wave<kEpilogue, Config::kSlots, Config::kByWarps>(sum[wave], p.epilogue, &out_map,
+                                                                   w);
       }
     }
     w.phase ^= 1;

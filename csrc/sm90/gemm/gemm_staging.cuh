@@ -111,6 +111,34 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
   }
 }
 
+// The whole wave by its warps alone: each stages 16 rows and stores them, 16 bytes a
+// thread, so that nobody waits for the copy engine or for another warp. NOTE: which of both is
+// faster is measured (GemmConfig::kByWarps).
+template <class T, int kSlots>
+__device__ __forceinline__ void store_by_warps(const float (&v)[64], const EpilogueParams& p,
+                                               const Wave& w) {
+  constexpr int kColumns = 16 / sizeof(T);  // of a thread
+  const int lane = w.thread % 32, row = w.thread / 32 * 16 + lane / 8, chunk = lane % 8;
+  const int64_t pitch = p.ldo * static_cast<int64_t>(sizeof(T));
+  uint8_t* const to = static_cast<uint8_t*>(p.out) + (w.m0 + row) * pitch +
+                      (w.n0 + chunk * kColumns) * static_cast<int64_t>(sizeof(T));
+  const int rows = w.m_end - w.m0 - row;
+#pragma unroll
+  for (int panel = 0; panel < static_cast<int>(sizeof(T)); ++panel) {
+    const int slot = panel % kSlots;
+    stage_panel<T>(v, panel, slot, w);
+    __syncwarp();
+    const uint32_t base = tile::smem_addr(w.staging + slot * kPanelBytes);
+    const bool inside = w.n0 + (8 * panel + chunk) * kColumns < p.n;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 q = tile::ld_shared_u32x4(base + tile::swizzle128(row + 4 * i, chunk));
+      if (inside && 4 * i < rows) *reinterpret_cast<uint4*>(to + 4 * i * pitch + 128 * panel) = q;
+    }
+    if (panel % kSlots == kSlots - 1) __syncwarp();  // its rows are free again
+  }
+}
+
 // Gives the staging to the epilogue warp, behind a fence_async_proxy().
 __device__ __forceinline__ void leave_staging(const Wave& w) {
 #ifndef TE_MX_RACECHECK

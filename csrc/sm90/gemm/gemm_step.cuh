@@ -381,6 +381,9 @@ __device__ __forceinline__ void prepare_step(uint32_t lhs_words, uint32_t rhs_wo
 //   kPrepares, prepare(..)  whether a warp makes something of the scales of a stage, kPreparedBytes
 //                         for each lhs tile, and what it decides, a word behind them
 //   kPendingAtTurn        how math warpgroups take turns (Turns)
+//   kWarpsStore           whether they store D without the copy engine
+//   kOwnZeros             whether ptxas keeps the second wave's sums in the bank of registers that
+//                         its products are not in if each begins by an instruction of its own
 //   Ahead, Step, run<..>  what a math warpgroup reads before a step, knows of it, and does
 //
 // The one for scales of fp32 is in gemm_factors.cuh.
@@ -393,6 +396,7 @@ struct PowerOfTwoScales {
   static constexpr int kPreparedBytes = 4 * 128 * 2;
   using WavesApart = void;  // the policy of a kernel whose waves are done one by one, if there is
   static constexpr int kPendingAtTurn = kNoTurns;
+  static constexpr bool kWarpsStore = false, kOwnZeros = true;
 
   static __device__ __forceinline__ const uint32_t* lhs_scales(const uint32_t* all, int tile) {
     return all + static_cast<int64_t>(tile) * kLhsTileWords;

@@ -54,6 +54,8 @@ inline uint32_t keep(uint32_t v) {
   return v;
 }
 
+inline float own_zero() { return 0.0f; }
+
 inline void st_shared_u32(uint32_t addr, uint32_t v) { st_shared(addr, v); }
 inline void st_shared_u32x2(uint32_t addr, uint32_t a, uint32_t b) { st_shared(addr, uint2{a, b}); }
 inline void st_shared_u32x4(uint32_t addr, uint4 v) { st_shared(addr, v); }

@@ -44,6 +44,13 @@ __device__ __forceinline__ uint32_t keep(uint32_t v) {
   return v;
 }
 
+// Zero, by an instruction of its own: where ptxas keeps a sum depends on how it began.
+__device__ __forceinline__ float own_zero() {
+  float v;
+  asm volatile("mov.f32 %0, 0f00000000;" : "=f"(v));
+  return v;
+}
+
 __device__ __forceinline__ uint4 ld_shared_u32x4(uint32_t addr) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
