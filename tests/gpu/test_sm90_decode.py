@@ -220,7 +220,8 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, w_fmt):
 @pytest.mark.parametrize("w_fmt", MX)
 def test_every_number_of_rows(w_fmt, first):
     """Each row has the bits that it has among all."""
-    n, k, lies = 300, 1024, "rows" if w_fmt == "mxfp4" else "packed"
+    # NOTE: K in four parts or fewer lets CTAs share the rows that they make.
+    n, k, lies = 300, 1024 if first > 50 else 504, "rows" if w_fmt == "mxfp4" else "packed"
     form, w = packed(spread(n, k, 3, 1), w_fmt, lies)
     values = spread(300, k, 6, 2).bfloat16()
     _, scales, x = quantized(values, x_format(w_fmt))

@@ -86,10 +86,10 @@ constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
 }
 
 // Of one matrix of MXFP8 in tiles and of plain MXFP4 a CTA has 128 rows instead
-// (decode/wide_kernel.cuh, wide_e2m1.cuh), and x is aligned for a quad, in so many passes at most
+// (decode/tiles_kernel.cuh, wide_e2m1.cuh), and x is aligned for a quad, in so many passes at most
 // (decode/aligned_rows.cuh): bytes of a quad of x, of rows of a block, and quads times rows of x
-// that a CTA makes by itself, of weights of 8 and of 4 bits.
-inline constexpr int kMostPasses = 4, kWideOwnQuads = 128, kFp4OwnQuads = 256;
+// that a CTA makes by itself, of weights of 4 bits.
+inline constexpr int kMostPasses = 4, kFp4OwnQuads = 256;
 constexpr int aligned_bytes(int rows) { return rows * (kDecodeQuad + 4); }
 constexpr int wide_rows(int64_t m, int64_t groups = 0) {
   const int rows = decode_rows(m, groups);

@@ -124,8 +124,8 @@ Status decode(const DecodeArgs& a) {
   }
   if (a.w_packed && a.w_element == Element::e4m3 && !halves && a.groups.count == 0 &&
       a.execution.kernel < 0) {
-    const Status wide = run_wide(t, a.spread, sms);
-    if (wide != Status::unsupported) return wide;
+    const Status tiles = run_tiles(t, a.spread, sms);
+    if (tiles != Status::unsupported) return tiles;
   }
   return run_decode_e4m3(t, halves);
 }

@@ -79,9 +79,9 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
   return run_decode_narrow<kFmt, false, kFactors>(t, rows);
 }
 
-// wide_kernel, of one matrix of MXFP8 in tiles, and wide_fp4_kernel, of plain MXFP4; spread: the
+// tiles_kernel, of one matrix of MXFP8 in tiles, and wide_fp4_kernel, of plain MXFP4; spread: the
 // octaves that blocks of a row of x may be apart. unsupported: a part of k is too long.
-Status run_wide(const DecodeTask& t, int spread, int sms);
+Status run_tiles(const DecodeTask& t, int spread, int sms);
 Status run_wide_e2m1(const DecodeTask& t, int spread, int sms);
 // rows_kernel, of weights in tiles.
 Status run_rows(const DecodeTask& t, bool factors, int sms);

@@ -17,6 +17,7 @@
 #include "gemm/gemm_factors.cuh"
 #include "gemm/gemm_gelu.cuh"
 #include "mxtile/sm90/copy_async.cuh"
+#include "mxtile/sm90/wgmma_shared.cuh"
 
 namespace te_mx::sm90 {
 

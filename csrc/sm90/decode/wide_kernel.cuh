@@ -1,15 +1,6 @@
-// Rows of x times MXFP8 weights that stand still in tiles (sm90_layout.h), of which a CTA has 128
-// rows: out[row, n] = sum over k of x[row, k] w[n, k].
-//
-// Grid: x = tiles of weights * blocks of kCols rows * CTAs of a cluster; of groups of rows, with a
-// weight each, y = blocks (decode_rows.cuh). The transposed product on
-// wgmma: weights are operand A, from shared memory as they came; x, aligned for 128 of k
-// (aligned_rows.cuh), is operand B, so that a tile of one scale for a row has one sum of a quad to
-// go to fp32. CTAs of a cluster have parts of k, whose sums go to the CTA that adds them up, in
-// order: the bits of a row depend on n and k, not on the other rows of x nor on their number.
-//
-// One warp asks for quads, first of all those of weights, before it waits for the kernel that wrote
-// x; two warpgroups multiply 64 rows of weights each. A few rows of x every CTA makes by itself.
+// What kernels that have rows of x in shared memory, aligned for 128 of k, and 128 rows of weights
+// a CTA have in common (wide_e2m1.cuh): where things lie, x that every CTA makes by itself, sums on
+// their way to the CTA of the cluster that adds them up, in order.
 #pragma once
 
 #include "common/shares.cuh"
@@ -18,14 +9,12 @@
 #include "decode/decode_weights.cuh"
 #include "mxtile/sm90/cluster.cuh"
 #include "mxtile/sm90/tma.cuh"
-#include "mxtile/sm90/wgmma_shared.cuh"
 
 namespace te_mx::sm90 {
 
 inline constexpr int kWideMath = 256, kWideThreads = kWideMath + 32;
-inline constexpr int kWideRows = 128;                         // of weights
-inline constexpr int kWideWeights = kWideRows * kDecodeQuad;  // bytes of a quad
-inline constexpr int kWideWords = 4 * (kWideRows + 4);        // and of its scales
+inline constexpr int kWideRows = 128;                   // of weights
+inline constexpr int kWideWords = 4 * (kWideRows + 4);  // bytes of the scales of a tile
 inline constexpr int kWideMostStages = 8;
 
 struct WideParams {
@@ -40,21 +29,6 @@ struct WideParams {
 // Where things lie in shared memory. x: of a CTA that makes it, codes of all quads, then scales.
 struct WideRoom {
   int x_at, sums_at, x_scales_at, beside_at, passes_at, bars_at, rows_at, tables_at, bytes;
-};
-
-// kMakes: every CTA makes its x.
-template <int kCols, bool kMakes>
-struct WideMath {
-  static constexpr int kX = kCols, kFloats = kCols / 2;
-  static constexpr int kThreads = kWideThreads;
-  static constexpr bool kMakesX = kMakes;
-  static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
-  // Of a stage, with prepared x; beside it scales of both.
-  static constexpr int kStage = kWideWeights + (kMakesX ? 0 : kCodes);
-  static constexpr int kBeside = kWideWords + (kMakesX ? 0 : kScales);
-  static constexpr int kArrivals = 1;  // at its barrier
-  static constexpr int kPassLists = 1, kTables = 0;
-  static constexpr bool kNibbles = false;
 };
 
 // longest: stages of the longest part.
@@ -145,59 +119,6 @@ struct WidePlace {
   }
 };
 
-// One lane of the warp that asks for what the others multiply.
-template <class Math>
-struct WideProducer {
-  const WidePlace<Math>& at;
-  const CUtensorMap* map;
-
-  // Weights of the CTA's quad i to stage s.
-  __device__ __forceinline__ void ask_weights(int i, int s) const {
-    const uint32_t bar = at.full + 8 * s;
-    const int q = at.first + i;
-    tile::mbar_arrive_expect(bar, Math::kStage + Math::kBeside);
-    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.row0());
-    tile::bulk_load(at.beside(s), at.p.words + q * at.p.words_quad + at.tile_n * kWideWords,
-                    kWideWords, bar);
-  }
-  __device__ __forceinline__ void ask_x(int pass, int i, int s) const {
-    if constexpr (!Math::kMakesX) {
-      const uint32_t bar = at.full + 8 * s;
-      const uint8_t* const from = at.p.x.at(at.block, pass, at.first + i);
-      tile::bulk_load(at.stage(s) + kWideWeights, from, Math::kCodes, bar);
-      tile::bulk_load(at.beside(s) + kWideWords, from + Math::kCodes, Math::kScales, bar);
-    }
-  }
-  // All quads, one after the other.
-  __device__ __forceinline__ void ask_all() const {
-    const int stages = at.p.stages, ahead = min(stages, at.length);
-    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
-    tile::await_predecessors();
-    for (int i = 0; i < ahead; ++i) ask_x(0, i, i);
-    int s = 0, phase = 0;
-    for (int i = ahead; i < at.length; ++i) {
-      tile::mbar_wait(at.empty + 8 * s, phase);
-      ask_weights(i, s);
-      ask_x(0, i, s);
-      if (++s == stages) s = 0, phase ^= 1;
-    }
-  }
-  // Further passes. NOTE: what is rare waits until everything before was read.
-  __device__ __forceinline__ void ask_passes() const {
-    const int stages = at.p.stages, most = *at.most_passes;
-    int turn = at.length;
-    for (int pass = 1; pass < most; ++pass) {
-      for (int i = 0; i < at.length; ++i) {
-        if (at.passes[i] <= pass) continue;
-        tile::mbar_wait(at.empty + 8 * ((turn - 1) % stages), (turn - 1) / stages & 1);
-        ask_weights(i, turn % stages);
-        ask_x(pass, i, turn % stages);
-        ++turn;
-      }
-    }
-  }
-};
-
 // Sums of a warp: of lane 4g + t rows g and g + 8 of its 16 of weights, rows 8j + 2t and
 // 8j + 2t + 1 of x.
 template <class Math>
@@ -228,40 +149,6 @@ struct WideTotals {
         const uint4 s = tile::load_shared16(scales + i * 64);
         four(8 * i, s.x, s.y), four(8 * i + 4, s.z, s.w);
       }
-    }
-  }
-};
-
-template <class Math>
-struct WideSums : WideTotals<Math> {
-  static constexpr int kFloats = Math::kFloats;
-
-  // w: wgmma_desc of the warpgroup's weights; low, high: words of the lane's rows; scales, kLater:
-  // see promote().
-  template <bool kLater>
-  __device__ __forceinline__ void add(uint32_t w, uint32_t low, uint32_t high, uint32_t cls,
-                                      uint32_t x, uint32_t scales) {
-    float d[kFloats] = {};
-    const auto take = [&](float of_low, float of_high) {
-      tile::wgmma_commit();
-      tile::wgmma_wait<0>();
-      this->template promote<kLater>(d, of_low, of_high, scales);
-    };
-    if (cls < 2) {
-      tile::wgmma_fence();
-      tile::wgmma_shared<false>(d, w, x);
-      tile::wgmma_shared<true>(d, w + 2, x + 2);
-      tile::wgmma_shared<true>(d, w + 4, x + 4);
-      tile::wgmma_shared<true>(d, w + 6, x + 6);
-      // NOTE: the low bits of such words may say how to unpack codes.
-      take(__uint_as_float(low & 0x7F800000u), __uint_as_float(high & 0x7F800000u));
-      return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
-      tile::wgmma_fence();
-      tile::wgmma_shared<false>(d, w + 2 * i, x + 2 * i);
-      take(scale_of(low, 0), scale_of(high, 0));
     }
   }
 };
@@ -450,84 +337,6 @@ __device__ __forceinline__ void finish_tile(const WidePlace<Math>& at) {
     write_eight(at.p.out, int64_t{at.rows().first} + col, n, int64_t{at.rows().group} * at.p.n,
                 there, v);
   }
-}
-
-template <class Math>
-__global__ void __launch_bounds__(kWideThreads, 2)
-    wide_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ WideParams p) {
-  extern __shared__ __align__(1024) uint8_t smem[];
-  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const int lane = threadIdx.x % 32;
-  const WidePlace<Math> at(p, smem);
-  if (!at.take_rows()) return;
-  if (threadIdx.x == kWideMath) tile::tma_prefetch(&map), at.start();
-  __syncthreads();
-  if (p.cluster > 1) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
-  tile::let_dependents_start();
-
-  constexpr int kPassesKnown = 1, kMath = 2;  // named barriers
-  if (warp == kWideMath / 32) {
-    const WideProducer<Math> producer{at, &map};
-    const bool asks = tile::elect_one();
-    if (asks) producer.ask_all();
-    __syncwarp();
-    tile::named_barrier(kPassesKnown, kWideThreads);
-    if (asks) producer.ask_passes();
-    __syncwarp();
-    if (p.cluster > 1) tile::cluster_wait();
-    return;
-  }
-
-  tile::await_predecessors();
-  if constexpr (Math::kMakesX) {
-    make_first(at);
-    tile::named_barrier(kMath, kWideMath);
-  } else {
-    find_passes(at);
-  }
-  WideSums<Math> sums;
-  int s = 0;
-  uint32_t phase = 0;
-  // Quad i of the CTA.
-  const auto multiply = [&](int i, auto later) {
-    tile::mbar_wait(at.full + 8 * s, phase);
-    const uint32_t w = at.stage(s), beside = at.beside(s);
-    const uint32_t x = Math::kMakesX ? at.base + at.room.x_at + i * Math::kCodes : w + kWideWeights;
-    const uint32_t scales =
-        Math::kMakesX ? at.base + at.room.x_scales_at + i * Math::kScales : beside + kWideWords;
-    const uint32_t words = beside + (warp * kDecodeRows + lane / 4) * 4;
-    sums.template add<later>(tile::wgmma_desc_at(w + warp / 4 * (kWideWeights / 2)),
-                             tile::ld_shared_u32(words), tile::ld_shared_u32(words + 32),
-                             tile::ld_shared_u32(beside + kWideRows * 4), tile::wgmma_desc_at(x),
-                             scales + lane % 4 * (Math::kX == 8 ? 8 : 16));
-    __syncwarp();
-    if (tile::elect_one()) tile::mbar_arrive(at.bars + kWideMostStages + s);
-    if (++s == p.stages) s = 0, phase ^= 1;
-  };
-#pragma unroll 1
-  for (int i = 0; i < at.length; ++i) multiply(i, std::false_type{});
-  tile::named_barrier(kPassesKnown, kWideThreads);
-  const int most = *at.most_passes;
-#pragma unroll 1
-  for (int pass = 1; pass < most; ++pass) {
-    if constexpr (Math::kMakesX) {
-      tile::named_barrier(kMath, kWideMath);  // all have multiplied the pass before
-      make_pass(at, pass);
-      tile::named_barrier(kMath, kWideMath);
-    }
-#pragma unroll 1
-    for (int i = 0; i < at.length; ++i)
-      if (at.passes[i] > pass) multiply(i, std::true_type{});
-  }
-  if (p.cluster > 1) tile::cluster_wait();
-  send_wide(at, sums, warp, lane);
-  if (p.cluster > 1) {
-    tile::mbar_wait_sent(at.sums_bar(), 0);
-  } else {
-    tile::named_barrier(kMath, kWideMath);
-  }
-  finish_tile(at);
 }
 
 }  // namespace te_mx::sm90

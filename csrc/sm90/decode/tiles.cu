@@ -1,0 +1,72 @@
+// The launches of tiles_kernel.
+#include "decode/tiles_kernel.cuh"
+#include "decode/wide_run.cuh"
+
+namespace te_mx::sm90 {
+namespace {
+
+// Numbers of quads times rows of x, of a part of k, up to which CTAs that share them make x; beyond
+// a kernel before is faster.
+constexpr int kSharedQuads = 512;
+
+template <class Math>
+Status run(TilesParams p, const DecodeTask& t) {
+  p.blocks = (p.x.m + Math::kX - 1) / Math::kX;
+  p.x.rows = p.x.rows_of.most = Math::kX;
+  const int longest = p.parts.least + 1;
+  p.stages = std::min(longest, kTilesMostStages);
+  const auto bytes = [&] { return tiles_room<Math>(p.stages, p.cluster, longest).bytes; };
+  while (p.stages > 0 && bytes() > kWideSmem) --p.stages;
+  if (p.stages < 2) return Status::unsupported;
+  CUtensorMap map;
+  if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
+                                   t.w.row_bytes, t.w.ld, kTilesRows, kDecodeQuad))
+    return Status::unsupported;
+  if constexpr (!Math::kMakesX) {
+    p.x.made = static_cast<uint8_t*>(t.workspace);
+    p.x.passes = p.x.made + int64_t{p.blocks} * kMostPasses * p.x.quads * aligned_bytes(Math::kX);
+    const Status status = launch_align(p.x, p.blocks, t.stream);
+    if (status != Status::ok) return status;
+  }
+  const auto kernel = &tiles_kernel<Math>;
+  static thread_local int prepared = -1;  // the device whose limit is raised
+  int device = 0;
+  cudaGetDevice(&device);
+  if (prepared != device) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWideSmem);
+    if (error != cudaSuccess) return started(error);
+    prepared = device;
+  }
+  // NOTE: scales have an even number of tiles.
+  const int tiles = (p.n + kTilesRows - 1) / kTilesRows, ctas = Math::kPeers * p.cluster;
+  const dim3 grid((tiles + Math::kPeers - 1) / Math::kPeers * p.blocks * ctas);
+  const int smem = std::max(bytes(), kDecodeLeastSmem);
+  return launch_early(kernel, {grid, kTilesThreads, t.stream, smem, ctas}, map, p);
+}
+
+}  // namespace
+
+// NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
+Status run_tiles(const DecodeTask& t, int spread, int sms) {
+  TilesParams p;
+  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k),
+  p.x.spread = spread;
+  p.x.quads = static_cast<int>(decode_quads(t.k));
+  p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
+  p.n = static_cast<int>(t.n), p.out = t.p.out;
+  p.cluster = num_splits({SplitKind::wide, t.n, t.k, sms});
+  p.parts = shares_of(p.x.quads, p.cluster);
+  if (p.x.in.plain(p.x.k)) {
+    if (p.x.m <= 8) return run<TilesMath<8, true>>(p, t);
+    if (p.x.m <= 16) return run<TilesMath<16, true>>(p, t);
+    if (p.x.m <= 32 && 2 * p.cluster <= kDecodeMaxCluster && p.parts.least * 32 <= kSharedQuads)
+      return run<TilesMath<32, true, 2>>(p, t);
+  }
+  const int rows = wide_rows(p.x.m);
+  return rows == 16   ? run<TilesMath<16, false>>(p, t)
+         : rows == 32 ? run<TilesMath<32, false>>(p, t)
+                      : run<TilesMath<64, false>>(p, t);
+}
+
+}  // namespace te_mx::sm90
