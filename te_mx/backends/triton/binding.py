@@ -107,12 +107,11 @@ def decoded(lhs: Format, rhs: Format, device: torch.device) -> str:
     return "" if known and capability >= (8, 9) else "bf16"
 
 
-@lru_cache(maxsize=64)
-def casts(index: int) -> bool:
-    """Whether a GPU rounds to FP8 itself, saturating."""
-    if is_interpreted() or torch.version.hip is not None:
+def casts(element: Element, device: torch.device) -> bool:
+    """Whether a GPU rounds to an element of FP8 itself, saturating."""
+    if is_interpreted() or torch.version.hip is not None or element.name not in ("e4m3", "e5m2"):
         return False
-    return torch.cuda.get_device_capability(index) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,6 +70,35 @@ def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, rows: int) -> dict[st
     }  # fmt: skip
 
 
+@lru_cache(maxsize=1)
+def _descriptor() -> Any:
+    """What makes descriptors of tiles; None in a Triton that has none."""
+    name = "triton.tools.tensor_descriptor"
+    found = importlib.util.find_spec("triton.tools") and importlib.util.find_spec(name)
+    return importlib.import_module(name).TensorDescriptor.from_tensor if found else None
+
+
+def descriptors(lhs: Operand, rhs: Operand, m: int, decoded: str) -> Any:
+    """Both sides of a product of blockwise FP8 as descriptors, what the kernel asks for its tiles,
+    and how many programs run; None where a GPU has none, or they do not lie by whole 16 bytes."""
+    kind, processors = tiles.target(lhs.codes.device.index or 0)
+    sides = lhs, rhs
+    if kind not in tiles.BY_TMA or m <= tiles.FEW_ROWS or decoded or _descriptor() is None:
+        return None
+    for one in sides:
+        dtype, row = one.format.element.torch_dtype, one.codes.stride(0)
+        fits = one.format.scaling.scale == "fp32" and not one.layout.k_first
+        if not (fits and dtype) or row % 16 or one.codes.data_ptr() % 16:
+            return None
+    tile, each = tiles.BY_TMA[kind]
+    made = [
+        _descriptor()(one.codes.view(one.format.element.torch_dtype or torch.uint8), [high, tile.k])
+        for one, high in zip(sides, (tile.m, tile.n), strict=True)
+    ]
+    count = cdiv(lhs.rows, tile.m) * cdiv(rhs.rows, tile.n)
+    return made, tile.options, min(count, each * processors)
+
+
 def why_not_pair(problem: Problem, *layouts: str) -> str | None:
     """Why no kernel multiplies two formats or writes a dtype; None when one does."""
     reason = binding.why_not(problem, *layouts) or why_not_dtype(problem, "writes")
@@ -119,7 +151,15 @@ class TritonGemm(Kernel):
         parts, kernels = 1, binding.kernels("gemm")
         if p.mode.split_k:
             parts = tiles.parts(out.device.index or 0, words["MX"], m, n, p.lhs.k)
-        if parts == 1:
+        by_tma = None if parts > 1 else descriptors(p.lhs, p.rhs, m, words["DECODED"])
+        if by_tma is not None:
+            (a, b), options, programs = by_tma
+            names = "as_row", "as_k", "bs_row", "bs_k", "A_HEIGHT", "B_HEIGHT"
+            kernels.gemm_blocks[(programs,)](
+                a, sides[1], b, sides[3], *ends, m, n, p.lhs.k, **{one: words[one] for one in names},
+                **finish, **options, GROUP=GROUP,
+            )  # fmt: skip
+        elif parts == 1:
             kernels.gemm[(count,)](*sides, *ends, m, n, p.lhs.k, **words, **finish, GROUP=GROUP)
         else:
             sums = torch.empty((parts, m, n), dtype=torch.float32, device=out.device)

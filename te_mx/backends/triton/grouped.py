@@ -142,8 +142,7 @@ class TritonQuantizeGroups(Kernel):
         col = _zeros(what.col, cols, rows, len(ends), x) if what.col else None
         words: dict[str, Any] = of_rule(fmt, what.rule)
         family = "blockwise" if fmt.scaling.scale == "fp32" else "mx"
-        if family == "mx":
-            words["HARDWARE"] = fmt.element.bits == 8 and binding.casts(x.device.index or 0)
+        words["HARDWARE"] = binding.casts(fmt.element, x.device)
         kernel = getattr(binding.kernels("quantize"), f"quantize_{family}")
         nothing = x, x
         kernel[cdiv(cols, 128), scale_rows(rows, len(ends), fmt.block)](

@@ -136,11 +136,10 @@ def launch(
         warps = 8 if height == width else 4
     else:
         words |= random_of(what)
-    if family == "mx":
-        casts = fmt.element.bits == 8 and not words["RANDOM"]
-        words["HARDWARE"] = casts and binding.casts(device.index or 0)
     if family == "nvfp4":
         words |= _largest(words, row, col)
+    else:
+        words["HARDWARE"] = binding.casts(fmt.element, device) and not words.get("RANDOM")
     for side, one in (("row", row), ("col", col)):
         # What is not written is something that is not touched.
         words[f"{side}_codes"] = x if one is None else one.codes

@@ -56,6 +56,8 @@ TILES = {
     "gfx942": _AMD | {(True, False): Tile(128, 128, 64, 8, 2)},
     "gfx950": _AMD,
 }  # fmt: skip
+# Of blockwise FP8 whose tiles the memory finds itself, and programs a multiprocessor.
+BY_TMA = {"sm_90": (Tile(64, 128, 128, 4, 4), 2)}
 FEW_ROWS = 32  # up to which a product has tiles of few
 _MOST_PARTS, _LEAST_STEPS = 16, 4  # of k, and steps of a part
 _INTERPRETED = 8  # multiprocessors of none

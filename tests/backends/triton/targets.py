@@ -71,6 +71,8 @@ class Made(NamedTuple):
         that read them there."""
         reads = self.target in ("sm_90", "sm_100", "sm_103") and self.how != "bf16 inside"
         reads = reads and "nvfp4" not in self.kernel  # whose scales do, to tensor memory
+        if "cp.async.bulk.tensor" in self.text:  # by the memory itself
+            return re.search(r"mma_async[^;]*\}, *\{", self.text) is not None
         loop, drained, _ = self.text.partition("cp.async.wait_group \t0;")
         copied = re.search(r"ld\.shared\.v|mma_async[^;]*\}, *\{", loop) is not None
         return reads and (copied or not drained)
@@ -84,7 +86,10 @@ def compiled(fn: Any, words: dict[str, Any], pointers: dict[str, str], target: G
         p.name: p.default for p in given if p.default is not p.empty and p.name not in pointers
     } | words
     of = {n: "constexpr" if n in words else pointers.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if of[n] != "constexpr"}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+        if of[n] != "constexpr" and "desc" not in of[n]
+    }  # fmt: skip
     constants = {(names.index(n),): value for n, value in words.items() if n in names}
     last = "row" if words.get("A_FIRST") else "k"
     strides = [f"{one}_{last}" for one in ("a", "b", "as", "bs")]
@@ -131,7 +136,13 @@ def sides_of(pair: str, target: str, few: bool) -> tuple[dict[str, Any], dict[st
 
 def products_of(pair: str, target: str) -> Made:
     """The GEMM of two formats."""
-    return _made(pair, target, gemm.gemm, *sides_of(pair, target, False), TARGETS[target])
+    words, pointers = sides_of(pair, target, False)
+    if pair == "blockwise" and target in tiles.BY_TMA:
+        words |= tiles.BY_TMA[target][0].options
+        for side, rows in (("a", words["BM"]), ("b", words["BN"])):
+            pointers[side] = f"tensordesc<fp8e4nv[{rows}, {words['BK']}]>"
+        return _made(pair, target, gemm.gemm_blocks, words, pointers, TARGETS[target])
+    return _made(pair, target, gemm.gemm, words, pointers, TARGETS[target])
 
 
 def others_of(target: str) -> list[Made]:

@@ -301,6 +301,37 @@ def gemm(
 
 
 @triton.jit
+def gemm_blocks(
+    a, a_scales, b, b_scales, out, bias, aux, gelu_in, m, n, k, as_row, as_k, bs_row, bs_k,
+    A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr, AUX: tl.constexpr,
+    GELU: tl.constexpr, DGELU: tl.constexpr, ERF: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):
+    """The product of two descriptors [rows, k] of FP8 with fp32 scales, by as many programs as run
+    at a time: while one adds up and writes a tile, the memory reads for the next."""
+    for pid in tl.range(
+        tl.program_id(0), tl.cdiv(m, BM) * tl.cdiv(n, BN), tl.num_programs(0)
+    ):
+        down, across = tile_of(pid, m, n, BM, BN, GROUP)
+        r, c = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+        as_at = a_scales + tl.minimum(r, m - 1).to(tl.int64) // A_HEIGHT * as_row
+        bs_at = b_scales + tl.minimum(c, n - 1).to(tl.int64) // B_HEIGHT * bs_row
+        if B_HEIGHT >= BN:
+            bs_at = b_scales + (across * BN // B_HEIGHT).to(tl.int64) * bs_row
+        total = tl.zeros((BM, BN), tl.float32)
+        for step in range(0, tl.cdiv(k, BK)):
+            left = a.load([down * BM, step * BK])
+            right = b.load([across * BN, step * BK])
+            of_left, of_right = tl.load(as_at + step * as_k), tl.load(bs_at + step * bs_k)
+            sums = tl.dot(left, right.T)
+            if B_HEIGHT >= BN:
+                total += sums * (of_left * of_right)[:, None]
+            else:
+                total += sums * of_left[:, None] * of_right[None, :]
+        finish(total, out, bias, aux, gelu_in, r, c, m, n, BIAS, AUX, GELU, DGELU, ERF, ACCUMULATE)
+
+
+@triton.jit
 def add_parts(
     sums, out, bias, aux, gelu_in, m, n, parts,
     BIAS: tl.constexpr, AUX: tl.constexpr, GELU: tl.constexpr, DGELU: tl.constexpr,
@@ -314,7 +345,7 @@ def add_parts(
     there = (r < m)[:, None] & (c < n)[None, :]
     total = tl.load(at, mask=there, other=0.0)
     for _ in range(1, parts):
-        at += m.to(tl.int64) * n
+        at += tl.cast(m, tl.int64) * n  # a number where it is 1
         total += tl.load(at, mask=there, other=0.0)
     if WHOLE:
         total *= whole_of(a_whole, b_whole, r, m, by_rows)[:, None]

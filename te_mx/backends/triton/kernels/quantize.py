@@ -22,6 +22,13 @@ from te_mx.backends.triton.kernels.steps import tile
 
 
 @triton.jit
+def _cast(value, MANTISSA_BITS: tl.constexpr):
+    """Codes of fp32 numbers as the GPU rounds them to FP8, saturating."""
+    kind: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
+    return value.to(kind).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def _codes(
     bits, scales, random, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
     MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, RANDOM: tl.constexpr,
@@ -30,8 +37,7 @@ def _codes(
     if HARDWARE:
         # x * 2^(127 - byte) is exact wherever a code is not 0 for it; the cast saturates.
         factor = as_float(tl.where(scales == 255, 0x7FC00000, as_bits(power_of_two(127 - scales))))
-        kind: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
-        return (as_float(bits) * factor).to(kind).to(tl.uint8, bitcast=True)
+        return _cast(as_float(bits) * factor, MANTISSA_BITS)
     if RANDOM:
         codes = encode_random(
             bits, 127 - scales, random, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS
@@ -186,7 +192,7 @@ def quantize_mx(
 def _blockwise(
     bits, amax, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
     MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, ZERO_SIGN: tl.constexpr, EPSILON: tl.constexpr,
-    TINY: tl.constexpr, POW2: tl.constexpr,
+    TINY: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):
     """Codes of x and fp32 scales of its blocks, by amax (bits), which broadcasts to x."""
     finite = amax < INF
@@ -198,8 +204,13 @@ def _blockwise(
         factor = as_float(as_bits(factor) & INF)
     factor = as_float(tl.where(tiny, 253 << 23, as_bits(factor)))
     factor = as_float(tl.where(amax == 0, 0x3F800000, as_bits(factor)))
-    product = as_bits(as_float(bits) * factor)
-    codes = encode(product, 0, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, ZERO_SIGN)
+    product = as_float(bits) * factor
+    if HARDWARE:
+        codes = _cast(product, MANTISSA_BITS)
+    else:
+        codes = encode(
+            as_bits(product), 0, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, ZERO_SIGN
+        ).to(tl.uint8)
     codes = tl.where(finite, codes, NAN_CODE).to(tl.uint8)
     scale = tl.div_rn(as_float(amax * 0 + 0x3F800000), factor)
     return codes, as_float(tl.where(finite, as_bits(scale), 0x7FC00000))
@@ -211,7 +222,7 @@ def quantize_blockwise(
     MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr, MIN_BITS: tl.constexpr,
     NAN_CODE: tl.constexpr, ZERO_SIGN: tl.constexpr, EPSILON: tl.constexpr, TINY: tl.constexpr,
     POW2: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TURNED: tl.constexpr,
-    SQUARE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    SQUARE: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
     out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
@@ -234,7 +245,7 @@ def quantize_blockwise(
             amax = amax + tl.zeros((R,), tl.int32)
         codes, scales = _blockwise(
             bits, amax[:, None], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN,
-            EPSILON, TINY, POW2,
+            EPSILON, TINY, POW2, HARDWARE,
         )
         store_codes(row_codes, codes, first_row, first_col, rows, cols, R, C, 8)
         height: tl.constexpr = 128 if SQUARE else 1
@@ -248,7 +259,7 @@ def quantize_blockwise(
             amax = amax + tl.zeros((C,), tl.int32)
         codes, scales = _blockwise(
             bits, amax[None, :], BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN,
-            EPSILON, TINY, POW2,
+            EPSILON, TINY, POW2, HARDWARE,
         )
         if TURNED:
             store_codes(col_codes, tl.trans(codes), first_col, first_row, cols, rows, C, R, 8)
