@@ -26,6 +26,8 @@ from te_mx.layouts.operand import Operand, Quantized
 _TILE = 64, 128  # rows and columns a program reads, of the way back
 _AMAX_TILE = 32, 256  # and of the largest magnitude
 _NOT_AMAX = {"RULE", "FOUR", "SQUARE", "BOUND", "HEIGHT", "RANDOM", "seed", "first_of_all", "out"}
+# Rows, columns, warps and columns of a thread of NVFP4's and MXFP4's turned copies.
+_TURNED = (32, 64, 1, 2), (64, 128, 2, 2)
 _VALUES = "mxfp8_e4m3", "rceil"  # of whose kernel steps are that make values alone
 
 
@@ -146,16 +148,16 @@ def launch(
         words[f"{side}_scales"] = x if one is None else one.scales
     module = binding.kernels("nvfp4" if family == "nvfp4" else "quantize")
     kernel = getattr(module, f"quantize_{family}")
-    nothing: dict[str, int] = {}
-    sides = [(row is not None, col is not None, width, warps, nothing)]
+    sides = [(row is not None, col is not None, height, width, warps, 0)]
     turned, plain = what.col.endswith("@rows"), "STEP" not in step and not words.get("RANDOM")
     if row and turned and plain and fmt.element.bits == 4:
         # Eight codes of a word lie in one thread: each direction has tiles of its own for that.
-        width, vector = (128, 4) if family == "mx" else (64, 2)
-        sides = [(True, False, width, 2, nothing), (False, True, width, 1, {"VECTOR": vector})]
-    for by_row, by_col, across, warps, more in sides:
-        kernel[cdiv(cols, across), cdiv(rows, height)](
-            **words, **more, ROW=by_row, COL=by_col, TURNED=turned, R=height, C=across,
+        mx = family == "mx"
+        sides = [(True, False, 32, 128 if mx else 64, 2, 0), (False, True, *_TURNED[mx])]
+    for by_row, by_col, down, across, warps, vector in sides:
+        more = {"VECTOR": vector} if vector else {}
+        kernel[cdiv(cols, across), cdiv(rows, down)](
+            **words, **more, ROW=by_row, COL=by_col, TURNED=turned, R=down, C=across,
             num_warps=warps,
         )  # fmt: skip
     return row, col

@@ -1,6 +1,6 @@
 """What test_triton.py runs in a process of its own: quantizers and fused steps in Triton's
 interpreter, or where TRITON_INTERPRET is not set on a GPU, beside plain torch on the CPU.
-usage: python interpreted_quantize.py <case> .."""
+usage: python interpreted_quantize.py <case>[/<part>/<parts>] .."""
 
 from __future__ import annotations
 
@@ -46,8 +46,19 @@ def sample(dtype: str, *names: str) -> torch.Tensor:
     return torch.cat(rows)[:-1, :93]
 
 
+_share = [0, 1, 0]  # part and parts of a case, and calls so far
+
+
+def skipped() -> bool:
+    """Whether the next call of a case is of another part."""
+    _share[2] += 1
+    return _share[2] % _share[1] != _share[0]
+
+
 def same(what: Quantize, *outs: torch.dtype) -> None:
     """The bytes of a call are those of plain torch, and so are the values in some dtypes."""
+    if skipped():
+        return
     there = what._replace(x=what.x.to(DEVICE), seed=on_device(what.seed))
     both = triton_of("quantize").run(there), reference("quantize").run(what)
     for side in ("row", "col"):
@@ -164,6 +175,8 @@ def test_norms() -> None:
     """The bits of plain torch."""
     torch.manual_seed(0)
     for i, target in enumerate((*TARGETS, TARGETS[0])):
+        if skipped():
+            continue
         kind = ("LayerNorm", "RMSNorm")[i % 2]
         dtype = (torch.float32, torch.bfloat16)[i // 2 % 2]
         x, dz = (torch.randn(17, 300).to(dtype) * 3 + 1 for _ in range(2))
@@ -192,6 +205,8 @@ def test_activations() -> None:
     names = [name for name in ACTIVATIONS if Activation(name).gated] + ["gelu_erf", "srelu"]
     cases = itertools.product(names, (False, True))
     for i, (name, backward) in enumerate(cases):
+        if skipped():
+            continue
         target, act = TARGETS[i % len(TARGETS)], Activation(name, 2.0)
         h = torch.randn(19, 42 * (2 if act.gated else 1)) * 3
         grad = torch.randn(19, 42) if backward else None
@@ -217,6 +232,8 @@ def test_layers() -> None:
     warnings.simplefilter("error", te_mx.FallbackWarning)
     recipes = {"mxfp8": 0.1, "mxfp4": 0.5, "float8_block": 0.1, "deepseek_v3": 0.1, "nvfp4": 0.5}
     for recipe, far in recipes.items():
+        if skipped():
+            continue
         torch.manual_seed(0)
         layers = te_mx.LayerNormMLP(64, 96, activation="swiglu"), te_mx.LayerNormLinear(64, 64)
         for layer in layers:
@@ -236,4 +253,6 @@ def test_layers() -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for case in sys.argv[1:]:
-        globals()[f"test_{case}"]()
+        name, *part = case.split("/")
+        _share[:] = [*map(int, part or (0, 1)), 0]
+        globals()[f"test_{name}"]()

@@ -159,7 +159,7 @@ def others_of(target: str) -> list[Made]:
     turned |= {"EVEN": False, "A_FIRST": True, "B_FIRST": True}
     made = (
         ("nvfp4, few rows", gemm.gemm, few[0], few[1] | {"out": "*fp32"}),
-        ("parts of k", gemm.add_parts, words | {"GELU": True, "AUX": True}, ends[0]),
+        ("parts of k", gemm.add_parts, words | {"GELU": True, "AUX": True, "m": 1}, ends[0]),
         ("groups of rows", grouped.gemm_rows, wide | flags, of_wide | ends[1]),
         ("groups of k", grouped.gemm_k, turned, pointers | ends[1]),
         ("routed rows", grouped.gemm_routed, words | flags, pointers | lists),
@@ -183,7 +183,8 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
         words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
     if fmt == "mxfp4":
         plain = words | {"RANDOM": False, "ROW_SIZE": 0, "COL_SIZE": 0, "C": 128}
-        ways = {"ROW": True, "COL": False}, {"ROW": False, "COL": True, "VECTOR": 4, "num_warps": 1}
+        turned = {"R": 64, "VECTOR": 2, "num_warps": 2}
+        ways = {"ROW": True, "COL": False}, {"ROW": False, "COL": True} | turned
         kernel = quantize.quantize_mx
         return [
             _made(f"quantize {fmt}", target, kernel, one, pointers, kind)
