@@ -19,7 +19,7 @@ from te_mx.layouts import spec_of
 
 NAME, RANK = "triton", 500
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
-NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")  # but for quantizers of groups
+NVFP4 = ("nvfp4", "nvfp4_16x16", "nvfp4_rows")
 MXFP6 = ("mxfp6_e2m3", "mxfp6_e3m2")  # but for products
 _PRODUCTS = "gemm", "gemm_rows", "gemm_k", "moe_gemm"
 _MOST_ROWS = 1 << 20  # in tiles of 32, beside groups' own, of which CUDA launches 65,535
@@ -46,12 +46,16 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     device = problem.place.device
     if device != ("cpu" if is_interpreted() else "cuda"):
         return f"runs on GPUs, the operands are on {device}"
-    reads, random = problem.op == "dequantize", problem.op == "quantize"
+    reads, random = problem.op == "dequantize", problem.op in ("quantize", "quantize_grouped")
     formats = MX + BLOCKWISE + (NVFP4 if reads or random or problem.op in _PRODUCTS else ())
-    formats += MXFP6 if reads or random else ()
+    formats += MXFP6 if reads or problem.op == "quantize" else ()
     if random:
         problem = problem._replace(rule="rceil")  # all rules of each
-    reason = missing() or unknown(problem, LAYOUTS + layouts, formats, random)
+    reason = (
+        missing()
+        or _why_not_gpu(device, problem.place.index)
+        or unknown(problem, LAYOUTS + layouts, formats, random)
+    )
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and (reads or random):
@@ -62,6 +66,18 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     if reason is None and problem.op not in _PRODUCTS and problem.m > _MOST_ROWS:
         reason = f"a launch takes up to {_MOST_ROWS} rows"
     return reason
+
+
+@lru_cache(maxsize=64)
+def _why_not_gpu(device: str, index: int) -> str | None:
+    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(max(index, 0))
+    if capability >= (8, 0):
+        return None
+    return (
+        f"needs compute capability 8.0, which Triton asks for, not {capability[0]}.{capability[1]}"
+    )
 
 
 def why_not_run(problem: Problem) -> str | None:

@@ -106,19 +106,23 @@ class TritonNormBackward(_Fused):
         return dx, *sums.sum(1)
 
 
+def activation(s: ActStep) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The shape of what an activation or its gradient makes, and what kernels ask of it."""
+    h, act = rows_of(s.h), s.act
+    rows, width = h.shape
+    return (rows, width // 2 if act.gated and s.grad is None else width), {
+        "x": h, "stride": h.stride(0), "STEP": "act" if s.grad is None else "dact",
+        "grad": None if s.grad is None else s.grad.detach().resolve_neg().contiguous(),
+        "ACT": act.base, "GATED": act.gated, "LIMIT": act.limit, "ALPHA": act.alpha,
+        "OFFSET": act.offset,
+    }  # fmt: skip
+
+
 class Activations(_Ends):
     """Activations of matrices of one size, and their gradients."""
 
     def __call__(self, s: ActStep) -> ActParts:
-        h, act = rows_of(s.h), s.act
-        rows, width = h.shape
-        shape = rows, width // 2 if act.gated and s.grad is None else width
-        step = {
-            "x": h, "stride": h.stride(0), "STEP": "act" if s.grad is None else "dact",
-            "grad": None if s.grad is None else s.grad.detach().resolve_neg().contiguous(),
-            "ACT": act.base, "GATED": act.gated, "LIMIT": act.limit, "ALPHA": act.alpha,
-            "OFFSET": act.offset,
-        }  # fmt: skip
+        shape, step = activation(s)
         return ActParts(*self.ended(shape, s.dtype, s.keep, s.target, step))
 
 

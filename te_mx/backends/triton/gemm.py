@@ -22,6 +22,7 @@ from te_mx.layouts.operand import Operand, Stack
 
 GROUP = 8  # tiles of rows that share columns of b in L2
 _FLAGS = "BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE"
+_FACTORS = "as_row", "as_k", "bs_row", "bs_k", "A_HEIGHT", "B_HEIGHT"
 _ENDS = 16, 128  # rows and columns a program adds up the parts of
 
 
@@ -154,10 +155,9 @@ class TritonGemm(Kernel):
         by_tma = None if parts > 1 else descriptors(p.lhs, p.rhs, m, words["DECODED"])
         if by_tma is not None:
             (a, b), options, programs = by_tma
-            names = "as_row", "as_k", "bs_row", "bs_k", "A_HEIGHT", "B_HEIGHT"
             kernels.gemm_blocks[(programs,)](
-                a, sides[1], b, sides[3], *ends, m, n, p.lhs.k, **{one: words[one] for one in names},
-                **finish, **options, GROUP=GROUP,
+                a, sides[1], b, sides[3], *ends, m, n, p.lhs.k,
+                **{name: words[name] for name in _FACTORS}, **finish, **options, GROUP=GROUP,
             )  # fmt: skip
         elif parts == 1:
             kernels.gemm[(count,)](*sides, *ends, m, n, p.lhs.k, **words, **finish, GROUP=GROUP)

@@ -3,24 +3,29 @@ after the other (backends/reference/grouped.py), each on the kernels of one matr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from te_mx.backends.base import why_not_dtype
 from te_mx.backends.native import one_read
 from te_mx.backends.triton import binding, gemm, tiles
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
+from te_mx.backends.triton.fused import activation
 from te_mx.backends.triton.gemm import GROUP, wholes
-from te_mx.backends.triton.quantize import of_rule
-from te_mx.dispatch.calls import GroupedK, GroupedRows, QuantizeGroups
+from te_mx.backends.triton.quantize import launch, rows_of
+from te_mx.dispatch.calls import ActGroups, GroupedK, GroupedRows, Quantize, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, scale_rows
 from te_mx.dispatch.kernels import Kernel, Wants
-from te_mx.dispatch.moe import RoutedGemm
+from te_mx.dispatch.moe import Align, RoutedGemm, capacity
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Quantized
+
+_SLOTS, _MOST_EXPERTS = 1024, 4096  # that a program reads at a time, and sorts by
 
 
 def _why_not_ends(problem: Problem) -> str | None:
@@ -119,49 +124,87 @@ class TritonRouted(Kernel):
         return self.name
 
 
-class TritonQuantizeGroups(Kernel):
-    """Both directions from one read, a program for 32 (blockwise FP8: 128) rows of a group."""
+class TritonAlign(Kernel):
+    """Slots sorted by expert, in two launches."""
 
-    op, name, rank = "quantize_grouped", NAME, RANK
+    op, name, rank = "moe_align", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
+        if problem.n > _MOST_EXPERTS:
+            return f"knows up to {_MOST_EXPERTS} experts"
+        return binding.why_not(problem) or binding.why_not_run(problem)
+
+    def run(self, p: Align) -> tuple[Tensor, Tensor, Tensor]:
+        ids, (routed, block, experts) = p.topk_ids.contiguous(), (len(p.topk_ids), *p[1:3])
+        positions = capacity(routed, block, experts)
+        sizes = experts, positions, cdiv(positions, block), 1
+        counts, *lists = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in sizes)
+        local = ids if p.expert_map is None else p.expert_map.contiguous()
+        kernels = binding.kernels("grouped")
+        kernels.count_slots[(experts,)](ids, counts, routed, C=_SLOTS)
+        kernels.align_slots[(experts,)](
+            ids, counts, local, *lists, routed, experts, block, *sizes[1:3],
+            MAPPED=p.expert_map is not None, MOST=_power(experts), C=_SLOTS,
+        )  # fmt: skip
+        return lists[0], lists[1], lists[2]
+
+
+class _Quantizer(Kernel):
+    """Both directions from one read, a program for 32 (blockwise FP8: 128) rows of a group; of
+    NVFP4 after one for the largest magnitudes of groups."""
+
+    name, rank = NAME, RANK
+
+    def accepts(self, problem: Problem) -> str | None:
+        problem = problem._replace(op="quantize_grouped")
         reason = binding.why_not(problem, "grouped_cols") or _why_not_ends(problem)
         if reason is None and not (problem.lhs or problem.rhs):
             reason = "makes codes"
-        if reason is None and spec_of(problem.lhs or problem.rhs).format.scaling.block[0] > 1:
-            reason = "makes blocks of one row"
+        if reason is None:
+            fmt = spec_of(problem.lhs or problem.rhs).format.untransformed
+            if fmt.scaling.block[0] > 1 or fmt.name == "nvfp4_rows":
+                reason = "makes blocks of one row, with tensor scales of groups"
         return reason or one_read(problem.lhs, problem.rhs) or why_not_dtype(problem)
 
+    def made(
+        self, what: QuantizeGroups, shape: Sequence[int], dtype: torch.dtype, step: dict[str, Any]
+    ) -> Quantized:
+        """Groups of x or of what a step makes of it, whose values are kept where they are added."""
+        x = what.x
+        if what.col_sum and "STEP" in step:
+            x = step["out"] = torch.zeros(shape, dtype=dtype, device=x.device)
+        bounds = device_bounds(*what.groups, shape[0])
+        asked = Quantize(what.x, what.row, what.col, what.rule, seed=what.seed)
+        made = launch(asked, shape, dtype, step, bounds)
+        return Quantized(*made, col_sums_on_device(x, *bounds) if what.col_sum else None)
+
+
+class TritonQuantizeGroups(_Quantizer):
+    op = "quantize_grouped"
+
     def run(self, what: QuantizeGroups) -> Quantized:
-        x = what.x.detach().resolve_neg()
-        x = x if x.stride(1) == 1 else x.contiguous()
-        (rows, cols), offs = x.shape, what.groups.offs
-        starts, ends = device_bounds(*what.groups, rows)
-        fmt = spec_of(what.row or what.col).format
-        row = _zeros(what.row, rows, cols, len(ends), x) if what.row else None
-        col = _zeros(what.col, cols, rows, len(ends), x) if what.col else None
-        words: dict[str, Any] = of_rule(fmt, what.rule)
-        family = "blockwise" if fmt.scaling.scale == "fp32" else "mx"
-        words["HARDWARE"] = binding.casts(fmt.element, x.device)
-        kernel = getattr(binding.kernels("quantize"), f"quantize_{family}")
-        nothing = x, x
-        kernel[cdiv(cols, 128), scale_rows(rows, len(ends), fmt.block)](
-            x, *(nothing if row is None else row[:2]), *(nothing if col is None else col[:2]),
-            rows, cols, x.stride(0), **words, ROW=row is not None, COL=col is not None,
-            TURNED=False, R=fmt.block, C=128, starts=starts, ends=ends, groups=len(offs),
-            GROUPS=_power(len(offs)),
-        )  # fmt: skip
-        sums = col_sums_on_device(x, starts, ends) if what.col_sum else None
-        return Quantized(row, col, sums)
+        x = rows_of(what.x)
+        return self.made(what, x.shape, x.dtype, {"x": x, "stride": x.stride(0)})
 
 
-def _zeros(spec: str, rows: int, k: int, groups: int, x: Tensor) -> Operand:
-    fmt, layout = spec_of(spec)
-    codes, scales = layout.grouped_empty(fmt, rows, k, groups, x.device)
-    return Operand(codes.zero_(), scales.zero_(), spec, rows, k)
+class TritonActGroups(_Quantizer):
+    """An activation, or its derivative, in the quantizer's read."""
+
+    op = "act_quantize_grouped"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return super().accepts(problem) or binding.why_not_run(problem)
+
+    def run(self, what: ActGroups) -> Quantized:
+        shape, words = activation(what.step)
+        row, col, rule, col_sum, seed = what.step.target
+        asked = QuantizeGroups(what.step.h, what.groups, row, col, rule, col_sum, seed)
+        return self.made(asked, shape, what.step.dtype, words)
 
 
 register(TritonGemmRows())
 register(TritonGemmK())
 register(TritonRouted())
+register(TritonAlign())
 register(TritonQuantizeGroups())
+register(TritonActGroups())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from te_mx.backends.base import why_not_dtype
 from te_mx.backends.triton import binding
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.groups import scale_rows
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -117,14 +119,31 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def in_groups(spec: str, rows: int, k: int, groups: int, device: torch.device) -> Operand:
+    """An operand of tokens in groups to write: what belongs to none is 0, tensor scales are 1."""
+    fmt, layout = spec_of(spec)
+    codes, scales = layout.grouped_empty(fmt, rows, k, groups, device)
+    whole = torch.ones(groups, device=device) if fmt.tensor_scaled else None
+    return Operand(codes.zero_(), scales.zero_(), spec, rows, k, None, whole)
+
+
 def launch(
-    what: Quantize, shape: Sequence[int], dtype: torch.dtype, step: dict[str, Any]
-) -> tuple[Operand | None, Operand | None]:
+    what: Quantize, shape: Sequence[int], dtype: torch.dtype, step: dict[str, Any],
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """Both directions of a matrix [rows, cols] of a dtype, whose tiles are those of x or of a step
-    by these words (kernels/steps.py); perhaps none."""
+    by these words (kernels/steps.py); perhaps none. bounds: starts and ends of groups of rows."""
     (rows, cols), x, device = shape, step["x"], step["x"].device
-    row = empty_operand(what.row, rows, cols, device) if what.row else None
-    col = empty_operand(what.col, cols, rows, device) if what.col else None
+    count, make = 0, empty_operand
+    if bounds is not None:
+        count = len(bounds[0])
+        step = step | {
+            "starts": bounds[0], "ends": bounds[1], "groups": count,
+            "GROUPS": 1 << max(count - 1, 1).bit_length(),
+        }  # fmt: skip
+        make = partial(in_groups, groups=count)
+    row = make(what.row, rows, cols, device=device) if what.row else None
+    col = make(what.col, cols, rows, device=device) if what.col else None
     fmt, rule = spec_of(what.row or what.col).format if row or col else None, what.rule
     if fmt is None:
         fmt, rule = formats.get(_VALUES[0]), _VALUES[1]
@@ -133,7 +152,7 @@ def launch(
     height, width, warps = 32, 128 if fmt.element.bits == 8 else 64, 2
     family = {"e8m0": "mx", "e4m3": "nvfp4", "fp32": "blockwise"}[fmt.scaling.scale]
     if family == "blockwise":
-        height = 128 if col or words["SQUARE"] else 32
+        height = 128 if col or words["SQUARE"] or count else 32
         width = 128 if row or words["SQUARE"] else 32
         warps = 8 if height == width else 4
     else:
@@ -156,7 +175,7 @@ def launch(
         sides = [(True, False, 32, 128 if mx else 64, 2, 0), (False, True, *_TURNED[mx])]
     for by_row, by_col, down, across, warps, vector in sides:
         more = {"VECTOR": vector} if vector else {}
-        kernel[cdiv(cols, across), cdiv(rows, down)](
+        kernel[cdiv(cols, across), scale_rows(rows, count, down) if count else cdiv(rows, down)](
             **words, **more, ROW=by_row, COL=by_col, TURNED=turned, R=down, C=across,
             num_warps=warps,
         )  # fmt: skip
@@ -168,11 +187,13 @@ def _largest(words: dict[str, Any], row: Operand | None, col: Operand | None) ->
     they are the same."""
     x, by_rows = words["x"], words["BY_ROWS"]
     apart = by_rows or any(f"{side}_SIZE" in words for side in ("ROW", "COL"))
-    sizes = [words[name] if by_rows else 1 for name in ("rows", "cols")]
+    count = words.get("groups", 0)
+    sizes = [words[name] if by_rows else count or 1 for name in ("rows", "cols")]
     found = [torch.zeros(size, dtype=torch.int32, device=x.device) for size in sizes]
     height, width = _AMAX_TILE
     asked = {name: word for name, word in words.items() if name not in _NOT_AMAX}
-    binding.kernels("nvfp4").amax[cdiv(words["cols"], width), cdiv(words["rows"], height)](
+    down = scale_rows(words["rows"], count, height) if count else cdiv(words["rows"], height)
+    binding.kernels("nvfp4").amax[cdiv(words["cols"], width), down](
         row_amax=found[0], col_amax=found[1], ROW=not apart or row is not None,
         COL=apart and col is not None, R=height, C=width, **asked,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from te_mx.dispatch.run import reference
 from te_mx.formats import get
 
 E = Epilogue
-CPU = torch.device("cpu")
+CPU, SEED = torch.device("cpu"), torch.tensor([-0x123456789ABCDEF])
 
 
 def triton_of(op: str) -> Kernel:
@@ -98,7 +98,11 @@ def test_routed():
             x = torch.randn(rows, k)
             lhs = reference("quantize").run(Quantize(x, f"{a}@rows", "", rules[0])).row
             if block_m:
-                lists = reference("moe_align").run(Align(topk, block_m, experts, None))
+                local = torch.tensor([2, -1, 0], dtype=torch.int32) if i else None
+                asked = Align(topk, block_m, experts, local)
+                lists = triton_of("moe_align").run(asked)
+                for mine, other in zip(lists, reference("moe_align").run(asked), strict=True):
+                    assert torch.equal(mine, other) and mine.dtype == other.dtype
             else:
                 lists = None, topk, torch.tensor([len(topk)], dtype=torch.int32)
             routing = Routing(*lists, max(block_m, 1), a_div, top_k)
@@ -110,7 +114,8 @@ def test_routed():
                 kernel.run(RoutedGemm(lhs, stack, routing, bias, weights, out, Mode()))
                 both.append(out)
             assert torch.allclose(*both, rtol=1e-5, atol=1e-5), (a, b, block_m)
-            assert torch.equal(both[0][topk < 0], torch.full_like(both[0][topk < 0], 7.0))
+            none = topk < 0
+            assert torch.equal(both[0][none], torch.full_like(both[0][none], 7.0))
 
 
 def test_groups():
@@ -118,13 +123,12 @@ def test_groups():
     of none."""
     torch.manual_seed(0)
     n, k = 72, 96
-    for fmt, weights in (
-        ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp4", "mxfp4"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
-        ("nvfp4", "nvfp4"),
+    for fmt, weights, across in (
+        ("mxfp8_e4m3", "mxfp8_e4m3", ""), ("mxfp4", "mxfp4", "+rht32:0x9abcdef1"),
+        ("fp8_e4m3_1x128", "fp8_e4m3_128x128", ""), ("nvfp4", "nvfp4", "+rht16:0x1234abcd"),
     ):  # fmt: skip
         rule, quantizer = get(fmt).scaling.rules[0], triton_of("quantize_grouped")
-        if fmt == "nvfp4":
-            quantizer = reference("quantize_grouped")
+        more = "+sr" if across else ""
         for groups in (
             Groups(torch.tensor([40, 40, 190])),
             Groups(torch.tensor([40, 64, 190]), 64),
@@ -132,15 +136,18 @@ def test_groups():
             rows = 200
             x, g = torch.randn(rows, k), torch.randn(rows, n)
             asked = [
-                QuantizeGroups(one, groups, f"{fmt}@rows", f"{fmt}@grouped_cols", rule, True)
-                for one in (x, g)
-            ]
+                QuantizeGroups(
+                    one, groups, f"{fmt}@rows", f"{fmt}{across}@grouped_cols", rule + kind, True,
+                    SEED if kind else None,
+                )
+                for one, kind in ((x, ""), (g, more))
+            ]  # fmt: skip
             made = [quantizer.run(one) for one in asked]
             for mine, one in zip(made, asked, strict=True):
                 other = reference("quantize_grouped").run(one)
-                for side in ("row", "col"):
-                    for a, b in zip(getattr(mine, side)[:2], getattr(other, side)[:2], strict=True):
-                        assert torch.equal(a, b), (fmt, side)
+                for side, part in itertools.product(("row", "col"), (0, 1, -1)):
+                    a, b = (getattr(parts, side)[part] for parts in (mine, other))
+                    assert (a is None and b is None) or torch.equal(a, b), (fmt, side, part)
                 assert torch.allclose(mine.col_sum, other.col_sum, atol=1e-4)
             w = QuantizeWeights(torch.randn(3, n, k), f"{weights}@rows", f"{weights}@cols", rule)
             stacks = reference("quantize_weights").run(w)

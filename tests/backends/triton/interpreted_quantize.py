@@ -18,7 +18,7 @@ sys.path.append(str(Path(sys.prefix, "aside_triton")))
 import te_mx
 from te_mx.conformance import inputs
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.calls import ActGroups, Groups, Quantize, QuantizeGroups
 from te_mx.dispatch.fused import ACTIVATIONS, Activation, ActStep, Norm, NormStep, Target
 from te_mx.dispatch.kernels import Kernel, kernels
 from te_mx.dispatch.problem import Place, Problem
@@ -139,16 +139,15 @@ def test_random() -> None:
     same(Quantize(x.half(), "", "nvfp4+rht16:0x1234abcd@rows", "te"), torch.float16)
 
 
+def problem_of(op: str, x: torch.Tensor, target: Target, groups: int = 0) -> Problem:
+    return Problem(
+        op, Place(DEVICE, 0 if DEVICE == "cuda" else -1), target.row, target.col, *x.shape,
+        groups=groups, ends="device" if groups else "", dtype=x.dtype, rule=target.rule,
+    )  # fmt: skip
+
+
 def plan_of(op: str, x: torch.Tensor, target: Target) -> Any:
-    problem = Problem(
-        op,
-        Place(DEVICE, 0 if DEVICE == "cuda" else -1),
-        target.row,
-        target.col,
-        *x.shape,
-        dtype=x.dtype,
-        rule=target.rule,
-    )
+    problem = problem_of(op, x, target)
     assert triton_of(op).accepts(problem) is None
     return triton_of(op).plan(problem)
 
@@ -225,6 +224,18 @@ def test_activations() -> None:
                 assert torch.allclose(mine, other, rtol=1e-5, atol=1e-4)
             else:
                 assert mine is None or torch.equal(mine, other), (name, backward, target)
+        groups = Groups(torch.tensor([7, 7, 17]))
+        col = target.col.replace("@cols", "@grouped_cols").replace("@rows", "@grouped_cols")
+        target = target._replace(col=col)
+        asked = QuantizeGroups(made.out.cpu(), groups, *target)
+        problem = problem_of("act_quantize_grouped", h, target, 3)
+        if triton_of("act_quantize_grouped").accepts(problem) is None:
+            kept = ActStep(*map(on_device, step._replace(keep=False, target=target)))
+            there = ActGroups(kept, Groups(groups.offs.to(DEVICE)))
+            parts = triton_of("act_quantize_grouped").run(there)
+            other = reference("quantize_grouped").run(asked)
+            for a, b in zip(parts_of(parts)[:6], parts_of(other)[:6], strict=True):
+                assert (a is None and b is None) or torch.equal(a, b), (name, backward, target)
 
 
 def test_layers() -> None:

@@ -153,6 +153,8 @@ def others_of(target: str) -> list[Made]:
     few = small | wholes[0] | {"SPLIT": True, "BIAS": False}, of_small | wholes[1]
     ends = {"sums": "*fp32", **pointers}, dict.fromkeys(("starts", "ends"), "*i64")
     lists = dict.fromkeys(("ids", "experts", "count"), "*i32") | {"weights": "*fp32"}
+    names = "ids", "counts", "expert_map", "sorted_ids", "expert_ids", "count"
+    of_lists = dict.fromkeys(names, "*i32")
     flags = {"MOST": 8, "BLOCK": 32, "LISTED": True, "WEIGHTED": True}
     wide, of_wide = sides_of("blockwise", target, False)
     turned = sides_of("mxfp8 x mxfp8", target, False)[0] | flags
@@ -163,6 +165,8 @@ def others_of(target: str) -> list[Made]:
         ("groups of rows", grouped.gemm_rows, wide | flags, of_wide | ends[1]),
         ("groups of k", grouped.gemm_k, turned, pointers | ends[1]),
         ("routed rows", grouped.gemm_routed, words | flags, pointers | lists),
+        ("slots", grouped.count_slots, {"C": 1024}, dict.fromkeys(("ids", "counts"), "*i32")),
+        ("lists", grouped.align_slots, {"C": 1024, "MOST": 8, "MAPPED": True}, of_lists),
     )
     return [_made(name, target, *one, TARGETS[target]) for name, *one in made]
 
@@ -196,6 +200,9 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
     words["TO"] = nvfp4.tl.bfloat16
     pointers |= {"row_amax": "*i32", "col_amax": "*i32", "row_whole": "*fp32", "col_whole": "*fp32"}
     plain = words | {"ROW": False, "RANDOM": False, "COL_SIZE": 0, "VECTOR": 2, "num_warps": 1}
+    if one.scaling.block[0] == 1:
+        words |= {"TURNED": False, "GROUPS": 8}
+        pointers |= dict.fromkeys(("starts", "ends"), "*i64")
     return [
         _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), one, pointers, kind)
         for kernel, one in (("quantize_nvfp4", words), ("quantize_nvfp4", plain), ("amax", words))

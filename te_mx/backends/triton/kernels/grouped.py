@@ -9,15 +9,16 @@ from te_mx.backends.triton.kernels.gemm import finish, multiply, rows_of, tile_o
 
 @triton.jit
 def place_of(slot, starts, ends, groups, B: tl.constexpr, MOST: tl.constexpr):
-    """(group, first row, end of the group) of a block of B rows. Blocks start anew with every
-    group, at slot start // B + group; group -1 and end 0 for slots of none."""
+    """(group, first row, start and end of the group) of a block of B rows. Blocks start anew with
+    every group, at slot start // B + group; group -1, start and end 0 for slots of none."""
     g = tl.arange(0, MOST)
     start = tl.load(starts + g, mask=g < groups, other=0).to(tl.int32)
     end = tl.load(ends + g, mask=g < groups, other=0).to(tl.int32)
     first = start // B + g
     mine = (slot >= first) & (slot < first + tl.cdiv(end - start, B)) & (g < groups)
     row = tl.max(tl.where(mine, start + (slot - first) * B, 0), 0)
-    return tl.max(tl.where(mine, g, -1), 0), row, tl.max(tl.where(mine, end, 0), 0)
+    start, end = tl.max(tl.where(mine, start, 0), 0), tl.max(tl.where(mine, end, 0), 0)
+    return tl.max(tl.where(mine, g, -1), 0), row, start, end
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def gemm_rows(
     """Rows of each group times its weight, + its bias. m: slots of BM rows, times BM. WHOLE: sums
     times the tensor scales of the group, or of rows of a, and of its weight."""
     slot, across = tile_of(tl.program_id(0), m, n, BM, BN, GROUP)
-    group, row, end = place_of(slot, starts, ends, groups, BM, MOST)
+    group, row, _, end = place_of(slot, starts, ends, groups, BM, MOST)
     if group >= 0:
         r, c = row + tl.arange(0, BM), across * BN + tl.arange(0, BN)
         which = group.to(tl.int64)
@@ -123,3 +124,50 @@ def gemm_routed(
         at = out + row.to(tl.int64)[:, None] * n + c[None, :]
         there = mine[:, None] & (c < n)[None, :]
         tl.store(at, rounded(total, out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def count_slots(ids, counts, routed, C: tl.constexpr):
+    """How many slots each expert has, a program each."""
+    found = tl.zeros((C,), tl.int32)
+    for first in range(0, routed, C):
+        slot = first + tl.arange(0, C)
+        expert = tl.load(ids + slot, mask=slot < routed, other=-1)
+        found += (expert == tl.program_id(0)).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(found, 0))
+
+
+@triton.jit
+def _fill(to, first, end, value, C: tl.constexpr):
+    for start in range(first, end, C):
+        at = start + tl.arange(0, C)
+        tl.store(to + at, value, mask=at < end)
+
+
+@triton.jit
+def align_slots(
+    ids, counts, expert_map, sorted_ids, expert_ids, count, routed, experts, block, positions,
+    blocks, MAPPED: tl.constexpr, MOST: tl.constexpr, C: tl.constexpr,
+):
+    """The lists of dispatch/moe.py, a program for the blocks of an expert; the last fills what is
+    behind them."""
+    expert, g = tl.program_id(0), tl.arange(0, MOST)
+    padded = tl.cdiv(tl.load(counts + g, mask=g < experts, other=0), block) * block
+    first, total = tl.sum(tl.where(g < expert, padded, 0), 0), tl.sum(padded, 0)
+    at = first
+    for start in range(0, routed, C):
+        slot = start + tl.arange(0, C)
+        mine = tl.load(ids + slot, mask=slot < routed, other=-1) == expert
+        one = mine.to(tl.int32)
+        tl.store(sorted_ids + at + tl.cumsum(one, 0) - one, slot, mask=mine)
+        at += tl.sum(one, 0)
+    end = first + tl.sum(tl.where(g == expert, padded, 0), 0)
+    _fill(sorted_ids, at, end, routed, C)
+    owner = expert
+    if MAPPED:
+        owner = tl.load(expert_map + expert)
+    _fill(expert_ids, first // block, end // block, owner, C)
+    if expert == experts - 1:
+        _fill(sorted_ids, total, positions, routed, C)
+        _fill(expert_ids, total // block, blocks, -1, C)
+        tl.store(count, total)

@@ -15,6 +15,7 @@ from te_mx.backends.triton.kernels.encode import (
     rounded,
     words_e2m1,
 )
+from te_mx.backends.triton.kernels.grouped import place_of
 from te_mx.backends.triton.kernels.quantize import quarters, store_codes, store_words
 from te_mx.backends.triton.kernels.random import encode_random, hadamard, random_bits
 from te_mx.backends.triton.kernels.steps import tile
@@ -65,10 +66,18 @@ def amax(
     COL_SIGNS: tl.constexpr = 0, grad=None, mean=None, rstd=None, weight=None, bias=None,
     STEP: tl.constexpr = "", ACT: tl.constexpr = "", GATED: tl.constexpr = False,
     LIMIT: tl.constexpr = 0.0, ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0,
+    starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
 ):
-    """The largest finite magnitude, as bits, of a matrix (BY_ROWS: of each row) as either direction
-    transforms it, into int32 zeros."""
+    """The largest finite magnitude, as bits, of a matrix (BY_ROWS: of each row; GROUPS: of those of
+    each group) as either direction transforms it, into int32 zeros."""
     first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
+    start = 0
+    if GROUPS:
+        group, first_row, start, rows = place_of(
+            tl.program_id(1), starts, ends, groups, R, GROUPS
+        )
+        row_amax += tl.maximum(group, 0)
+        col_amax += tl.maximum(group, 0)
     r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
     bits = tile(
         x, r, c, rows, cols, stride, None, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
@@ -78,7 +87,9 @@ def amax(
         made = _transformed(bits, first_col, cols, ROW_SIZE, ROW_SIGNS, TO, R, C)
         _note(row_amax, made, r, rows, BY_ROWS)
     if COL:
-        made = _transformed(tl.trans(bits), first_row, rows, COL_SIZE, COL_SIGNS, TO, C, R)
+        made = _transformed(
+            tl.trans(bits), first_row - start, rows - start, COL_SIZE, COL_SIGNS, TO, C, R
+        )
         _note(col_amax, made, c, cols, BY_ROWS)
 
 
@@ -173,13 +184,13 @@ def _halves(total, DOWN: tl.constexpr, H: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def _side(
-    bits, random, amax_at, whole_to, codes_to, scales_to, first_row, first, rows, k,
+    bits, random, amax_at, whole_to, codes_to, scales_to, first_row, first, rows, k, block, leads,
     RULE: tl.constexpr, FOUR: tl.constexpr, SQUARE: tl.constexpr, BOUND: tl.constexpr,
     BY_ROWS: tl.constexpr, TO: tl.constexpr, RANDOM: tl.constexpr, H: tl.constexpr,
     ROWS: tl.constexpr, K: tl.constexpr, K_FIRST: tl.constexpr,
 ):
-    """One direction of a tile [ROWS, K] of an operand [rows, k]: codes, scales and, by the first
-    programs, tensor scales. K_FIRST: they lie turned, codes one a byte."""
+    """One direction of a tile [ROWS, K] of an operand [rows, k]: codes, scales from a block on and,
+    by those that lead, tensor scales. K_FIRST: they lie turned, codes one a byte."""
     DOWN: tl.constexpr = ROWS // H
     ACROSS: tl.constexpr = K // 16
     blocks = tl.reshape(bits, (DOWN, H, ACROSS, 16))
@@ -221,8 +232,8 @@ def _side(
         words = tl.reshape(words, (ROWS, K // 8))
         store_words(codes_to, words, first_row, first, rows, k, ROWS, K // 8)
     stored = tl.where(finite, code, 0x7F).to(tl.uint8)
-    b, down, across = first // 16 + tl.arange(0, ACROSS), tl.cdiv(rows, H), tl.cdiv(k, 16)
-    there = (of_row < down)[:, None] & (b < across)[None, :]
+    b, down, across = block + tl.arange(0, ACROSS), tl.cdiv(rows, H), tl.cdiv(k, 16)
+    there = (of_row < down)[:, None] & (first + 16 * tl.arange(0, ACROSS) < k)[None, :]
     if K_FIRST:
         store_codes(codes_to, tl.trans(codes), first, first_row, k, rows, K, ROWS, 8)
         to = scales_to + b.to(tl.int64)[None, :] * down + of_row[:, None]
@@ -231,7 +242,7 @@ def _side(
             store_codes(codes_to, codes, first_row, first, rows, k, ROWS, K, 4)
         to = scales_to + of_row.to(tl.int64)[:, None] * across + b[None, :]
     tl.store(to, stored, mask=there)
-    tl.store(whole_to + at, t, mask=at < tl.where(first == 0, rows if BY_ROWS else 1, 0))
+    tl.store(whole_to + at, t, mask=at < tl.where(leads, rows if BY_ROWS else 1, 0))
 
 
 @triton.jit
@@ -245,10 +256,22 @@ def quantize_nvfp4(
     grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
     ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, VECTOR: tl.constexpr = 0,
+    starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
 ):
     """Codes, E4M3 scales and tensor scales of x [rows, cols] along its rows, its columns, or both,
     with the largest magnitudes that `amax` found; words as of `quantize_mx`."""
     first_row, first_col = tl.program_id(1) * R, tl.program_id(0) * C
+    start, block = 0, first_row // 16
+    if GROUPS:
+        group, first_row, start, rows = place_of(
+            tl.program_id(1), starts, ends, groups, R, GROUPS
+        )
+        block = start // 16 + group + (first_row - start) // 16
+        which = tl.maximum(group, 0)
+        row_amax += which
+        col_amax += which
+        row_whole += which
+        col_whole += which
     r = first_row + tl.arange(0, R)
     c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
     bits = tile(
@@ -262,12 +285,16 @@ def quantize_nvfp4(
         made = _transformed(bits, first_col, cols, ROW_SIZE, ROW_SIGNS, TO, R, C)
         _side(
             made, random, row_amax, row_whole, row_codes, row_scales, first_row, first_col, rows,
-            cols, RULE, FOUR, SQUARE, BOUND, BY_ROWS, TO, RANDOM, HEIGHT, R, C, False,
+            cols, first_col // 16, (first_col == 0) & (rows > 0), RULE, FOUR, SQUARE, BOUND,
+            BY_ROWS, TO, RANDOM, HEIGHT, R, C, False,
         )
     if COL:
-        made = _transformed(tl.trans(bits), first_row, rows, COL_SIZE, COL_SIGNS, TO, C, R)
+        made = _transformed(
+            tl.trans(bits), first_row - start, rows - start, COL_SIZE, COL_SIGNS, TO, C, R
+        )
         _side(
             made, tl.trans(random), col_amax, col_whole, col_codes, col_scales, first_col,
-            first_row, cols, rows, RULE, FOUR, SQUARE, BOUND, BY_ROWS, TO, RANDOM, HEIGHT, C, R,
+            first_row, cols, rows, block, (first_row == start) & (rows > 0), RULE, FOUR, SQUARE,
+            BOUND, BY_ROWS, TO, RANDOM, HEIGHT, C, R,
             not TURNED,
         )

@@ -112,13 +112,15 @@ def quantize_mx(
     """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
 
     TURNED: columns are stored [cols, rows], else as x lies, one code a byte. GROUPS: rows belong to
-    so many groups or fewer, and a program has one block of one. RANDOM: rounds stochastically;
-    rows are counted from first_of_all on. SIZE, SIGNS: of Hadamard transforms. VECTOR: columns that
-    a thread reads at once, where it shall hold all rows of a block.
+    so many groups or fewer, from whose starts transforms count, and a program has one block of one.
+    RANDOM: rounds stochastically; rows are counted from first_of_all on. SIZE, SIGNS: of Hadamard
+    transforms. VECTOR: columns that a thread reads at once, where it shall hold all rows of a
+    block.
     """
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
+    start = 0
     if GROUPS:
-        group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
+        group, first_row, start, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r = first_row + tl.arange(0, R)
     c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
     bits = tile(
@@ -156,7 +158,9 @@ def quantize_mx(
         rotated = bits
         if COL_SIZE:
             turned = tl.trans(bits)
-            turned = hadamard(turned, first_row, rows, COL_SIZE, COL_SIGNS, C, R)
+            turned = hadamard(
+                turned, first_row - start, rows - start, COL_SIZE, COL_SIGNS, C, R
+            )
             rotated = tl.where(there, tl.trans(turned), 0)
         blocks = tl.reshape(rotated, (R // 32, 32, C))
         scales = scale_byte(tl.max(blocks & MAGNITUDE, 1), EMAX, UP_FROM, LEAST)
@@ -231,7 +235,7 @@ def quantize_blockwise(
     """Blockwise FP8: codes and fp32 scales, blocks of 1 x 128, or of 128 x 128 (R = C = 128)."""
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     if GROUPS:
-        group, first_row, rows = place_of(slot, starts, ends, groups, R, GROUPS)
+        group, first_row, _, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
