@@ -15,6 +15,7 @@ from te_mx.backends.native import BLOCKWISE, unknown
 from te_mx.dispatch.problem import MOST, Problem
 from te_mx.formats import Format
 from te_mx.formats.element import Element
+from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import spec_of
 
 NAME, RANK = "triton", 500
@@ -49,18 +50,19 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     reads, random = problem.op == "dequantize", problem.op in ("quantize", "quantize_grouped")
     formats = MX + BLOCKWISE + (NVFP4 if reads or random or problem.op in _PRODUCTS else ())
     formats += MXFP6 if reads or problem.op == "quantize" else ()
+    stochastic = is_stochastic(problem.rule)
     if random:
         problem = problem._replace(rule="rceil")  # all rules of each
-    reason = (
-        missing()
-        or _why_not_gpu(device, problem.place.index)
-        or unknown(problem, LAYOUTS + layouts, formats, random)
-    )
+    reason = _why_not_gpu(problem) or missing()
+    reason = reason or unknown(problem, LAYOUTS + layouts, formats, random)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and (reads or random):
-        names = {spec_of(spec).format.untransformed.name for spec in problem[2:4] if spec}
-        reason = why_not_run(problem) if names.intersection(NVFP4 + MXFP6) else None
+        made = [spec_of(spec).format for spec in problem[2:4] if spec]
+        new = any(one.untransformed.name in NVFP4 + MXFP6 for one in made)
+        if problem.op == "quantize_grouped":
+            new |= stochastic or any(one.transform is not None for one in made)
+        reason = why_not_run(problem) if new else None
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:
         reason = f"counts sizes up to {MOST}"
     if reason is None and problem.op not in _PRODUCTS and problem.m > _MOST_ROWS:
@@ -68,16 +70,12 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     return reason
 
 
-@lru_cache(maxsize=64)
-def _why_not_gpu(device: str, index: int) -> str | None:
-    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+def _why_not_gpu(problem: Problem) -> str | None:
+    """Why Triton has no code for a GPU of NVIDIA."""
+    if problem.place.device != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
-    capability = torch.cuda.get_device_capability(max(index, 0))
-    if capability >= (8, 0):
-        return None
-    return (
-        f"needs compute capability 8.0, which Triton asks for, not {capability[0]}.{capability[1]}"
-    )
+    major, minor = torch.cuda.get_device_capability(max(problem.place.index, 0))
+    return None if major >= 8 else f"needs compute capability 8.0, the GPU has {major}.{minor}"
 
 
 def why_not_run(problem: Problem) -> str | None:

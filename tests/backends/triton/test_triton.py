@@ -29,18 +29,22 @@ def test_interpreted_quantizers(cases):
     test_interpreted(*cases, file="interpreted_quantize.py")
 
 
-def test_without_triton_kernels_say_what_is_missing():
+def test_without_triton_or_a_gpu_for_it_kernels_say_so():
     said = python(
-        "import importlib.util, sys; importlib.util.find_spec = lambda name, *_: None\n"
+        "import importlib.util, sys, torch; importlib.util.find_spec = lambda name, *_: None\n"
         "import te_mx; from te_mx.dispatch.kernels import kernels\n"
         "from te_mx.dispatch.problem import Place, Problem\n"
         "one = next(k for k in kernels('gemm') if k.name == 'triton')\n"
         "spec = 'mxfp8_e4m3@rows'\n"
-        "print(one.accepts(Problem('gemm', Place('cuda', 0), spec, spec, 8, 8, 32)))\n"
+        "for old in (False, True):\n"
+        "    torch.cuda.is_available = lambda: old\n"
+        "    torch.cuda.get_device_capability = lambda index: (7, 5)\n"
+        "    print(one.accepts(Problem('gemm', Place('cuda', 0), spec, spec, 8, 8, 32)))\n"
         "print('te_mx.backends.triton.kernels' in sys.modules)"
     )
     assert said.stdout.splitlines() == [
-        "needs Triton, which is not installed: pip install triton", "False"
+        "needs Triton, which is not installed: pip install triton",
+        "needs compute capability 8.0, the GPU has 7.5", "False"
     ]  # fmt: skip
 
 
