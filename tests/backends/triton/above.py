@@ -1,7 +1,10 @@
-"""What is above the backends, on Triton alone, in its interpreter: `make test-triton`, with the
-contract tests over it, which draw from the same envelopes as for any backend."""
+"""What is above the backends, on Triton alone: in its interpreter by `make test-triton`, with the
+contract tests over it, which draw from the same envelopes as for any backend; on a GPU where
+TRITON_INTERPRET is not set."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import reference
 
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda:0")
 R = te_mx.recipe
 RECIPES = {
     "mxfp8": R.MXFP8BlockScaling(), "hybrid": R.MXFP8BlockScaling(fp8_format=R.Format.HYBRID),
@@ -24,7 +28,8 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_step_under_every_recipe(recipe):
-    layer, x = te_mx.Linear(384, 32), torch.randn(32, 384, requires_grad=True)
+    layer = te_mx.Linear(384, 32, device=DEVICE)
+    x = torch.randn(32, 384, device=DEVICE, requires_grad=True)
     with te_mx.autocast(recipe=RECIPES[recipe]):
         y = layer(x)
     y.pow(2).sum().backward()
@@ -39,19 +44,19 @@ def test_a_step_under_every_recipe(recipe):
 
 
 def test_groups_are_a_loop_of_layers():
-    layer, splits = te_mx.GroupedLinear(3, 64, 40), [10, 0, 30]
-    x = torch.randn(40, 64)
+    layer, splits = te_mx.GroupedLinear(3, 64, 40, device=DEVICE), [10, 0, 30]
+    x = torch.randn(40, 64, device=DEVICE)
     with te_mx.autocast():
         y = layer(x, splits)
         for i, (part, made) in enumerate(zip(x.split(splits), y.split(splits), strict=True)):
-            own, names = te_mx.Linear(64, 40), ("weight", "bias")
+            own, names = te_mx.Linear(64, 40, device=DEVICE), ("weight", "bias")
             own.load_state_dict({name: getattr(layer, f"{name}{i}") for name in names})
             assert torch.equal(made, own(part))
     assert te_mx.audit(layer).layers[0].fprop == "triton"
 
 
 def test_a_frozen_layer_has_the_bits_of_its_master():
-    layer, x = te_mx.Linear(96, 40), torch.randn(5, 96)
+    layer, x = te_mx.Linear(96, 40, device=DEVICE), torch.randn(5, 96, device=DEVICE)
     with torch.no_grad(), te_mx.autocast():
         before = layer(x)
         te_mx.freeze_weights(layer, drop_master=True)
@@ -66,12 +71,13 @@ def test_a_mixture_runs_on_routed_rows(monkeypatch):
         raise AssertionError("the reference runs")
 
     monkeypatch.setattr(reference("moe_gemm"), "run", refuse, raising=False)
-    w13, w2 = (te_mx.quantize(torch.randn(4, *s) / 8, fmt="mxfp4") for s in ((96, 64), (64, 48)))
-    x, scores = torch.randn(9, 64), torch.rand(9, 2)
-    ids = torch.stack([torch.randperm(5)[:2] for _ in range(9)]) - 1
+    shapes = (4, 96, 64), (4, 64, 48)
+    w13, w2 = (te_mx.quantize(torch.randn(*s, device=DEVICE) / 8, fmt="mxfp4") for s in shapes)
+    x, scores = (torch.rand(9, width, device=DEVICE) for width in (64, 2))
+    ids = (torch.stack([torch.randperm(5)[:2] for _ in range(9)]) - 1).to(DEVICE)
     y = te_mx.moe.fused_experts(x, w13, w2, scores, ids)
     v13, v2, values = w13.dequantize(), w2.dequantize(), te_mx.quantize(x).dequantize()
-    want = torch.zeros(9, 64)
+    want = torch.zeros(9, 64, device=DEVICE)
     for t, j in torch.cartesian_prod(torch.arange(9), torch.arange(2)).tolist():
         if (e := int(ids[t, j])) >= 0:
             gate, up = (v13[e] @ values[t]).chunk(2)
@@ -81,7 +87,7 @@ def test_a_mixture_runs_on_routed_rows(monkeypatch):
 
 
 def test_compiled_has_the_bits_of_eager():
-    layer, x = te_mx.Linear(64, 40), torch.randn(20, 64)
+    layer, x = te_mx.Linear(64, 40, device=DEVICE), torch.randn(20, 64, device=DEVICE)
 
     def step(x):
         with te_mx.autocast():
@@ -91,7 +97,7 @@ def test_compiled_has_the_bits_of_eager():
 
 
 def test_explained_before_and_said_after(capsys, monkeypatch):
-    said = te_mx.explain(m=16, n=64, k=8192, device="cpu")
+    said = te_mx.explain(m=16, n=64, k=8192, device=DEVICE)
     assert said.kernel == "triton" and said.parts > 1 and "parts" in said.note
     assert kernels("gemm")[-1].name == "reference"
     monkeypatch.setattr(doctor, "GEMMS", ((4, 40, 64, "mxfp8_e4m3"), (40, 40, 64, "mxfp4")))
@@ -103,7 +109,7 @@ def test_explained_before_and_said_after(capsys, monkeypatch):
 @pytest.mark.parametrize("op", ["quantize", "dequantize", "act_quantize"])
 def test_more_rows_than_a_launch_has_are_declined(op):
     kernel = next(one for one in kernels(op) if one.name == "triton")
-    place = place_of(torch.device("cpu"))
+    place = place_of(DEVICE)
     for rows, declined in ((1 << 20, False), ((1 << 20) + 1, True)):
         problem = Problem(op, place, "mxfp8_e4m3@rows", "", rows, 64, dtype=torch.float32)
         assert ("rows" in (kernel.accepts(problem) or "")) == declined
