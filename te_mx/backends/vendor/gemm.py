@@ -12,9 +12,9 @@ from torch import Tensor
 from te_mx.backends import base
 from te_mx.backends.native import BLOCKWISE
 from te_mx.backends.reference import gemm
-from te_mx.backends.vendor.layouts import SWIZZLED, of_groups, of_rows, of_squares, of_stack
-from te_mx.dispatch.calls import Epilogue, GroupedRows, Product, Ran
-from te_mx.dispatch.groups import device_bounds, inside_groups
+from te_mx.backends.vendor.layouts import SWIZZLED, of_groups, of_k, of_rows, of_squares, of_stack
+from te_mx.dispatch.calls import Epilogue, GroupedK, GroupedRows, Product, Ran
+from te_mx.dispatch.groups import BLOCK, device_bounds, inside_groups, scale_rows
 from te_mx.dispatch.kernels import Kernel, Wants, kernels
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -27,7 +27,7 @@ _GPUS = dict.fromkeys(("mxfp8_e4m3", "nvfp4"), (10, 13))
 _GPUS |= {name: (9, 10) for name in BLOCKWISE if name.startswith("fp8_e4m3_")}
 AMD, _AMD = "gfx950", ("mxfp8_e4m3", "mxfp4")
 _GROUPED = ("mxfp8_e4m3", "mxfp4", "nvfp4")
-_MULTIPLE = 16
+_MULTIPLE, _TILE = 16, 128
 
 
 @lru_cache(maxsize=64)
@@ -60,13 +60,14 @@ def behind(kernel: Kernel, problem: Problem) -> Any:
     return None if found is rest[-1] else found.plan(problem)
 
 
-def why_not_rows(problem: Problem) -> str | None:
-    """Why torch does not multiply two operands as they lie, here."""
+def why_not_rows(problem: Problem, *layouts: str) -> str | None:
+    """Why torch does not multiply two operands as they lie, here: by rows, or in these layouts."""
     if problem.place.device != "cuda" or base.forced == "triton":
         return "runs on CUDA, where TE_MX_BACKEND does not say triton"
     specs = spec_of(problem.lhs), spec_of(problem.rhs)
-    if any(one.layout.name not in ("rows", "any", SWIZZLED.name) for one in specs):
-        return "takes operands that lie by rows (TN)"
+    known = layouts or ("rows", "any", SWIZZLED.name)
+    if any(one.layout.name not in known for one in specs):
+        return f"takes operands that lie by {' and '.join(layouts) or 'rows (TN)'}"
     return "takes matrices that are not empty" if problem.empty else None
 
 
@@ -189,6 +190,28 @@ def scaled(side: Operand | Stack, scales: Tensor, swizzle: Any) -> dict[str, Any
     }  # fmt: skip
 
 
+def _grouped(a: dict[str, Any], b: dict[str, Any], ends: Tensor) -> Tensor:
+    """torch's product of two sides (`scaled`), in bf16."""
+    functional: Any = torch.nn.functional  # whose stub does not know it
+    made: Tensor = functional.scaled_grouped_mm(
+        a.pop("mat"), b.pop("mat").transpose(-2, -1),
+        **{f"{key}_a": one for key, one in a.items()},
+        **{f"{key}_b": one for key, one in b.items()}, offs=ends.to(torch.int32),
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return made
+
+
+def _why_not_groups(problem: Problem) -> str | None:
+    if problem.dtype != torch.bfloat16:
+        return f"writes bfloat16, not {problem.dtype}"
+    if not (problem.ends == "device" and problem.groups):
+        return "is for groups whose ends the device knows; others run one by one"
+    if not groups(problem.place.index):
+        return "torch multiplies groups on compute capability 10.0, built with MSLK"
+    return None
+
+
 class ScaledGroupedMM(Kernel):
     """Groups of rows whose ends the device knows, through torch, in bf16."""
 
@@ -201,13 +224,7 @@ class ScaledGroupedMM(Kernel):
             reason = f"multiplies {', '.join(_GROUPED)} by themselves, not {' and '.join(names)}"
         if reason is None and (problem.n % _MULTIPLE or problem.k % 32):
             reason = f"takes n that divides by {_MULTIPLE} and k by 32"
-        if reason is None and problem.dtype != torch.bfloat16:
-            reason = f"writes bfloat16, not {problem.dtype}"
-        if reason is None and not (problem.ends == "device" and problem.groups):
-            reason = "is for groups whose ends the device knows; others run one by one"
-        if reason is None and not groups(problem.place.index):
-            reason = "torch multiplies groups on compute capability 10.0, built with MSLK"
-        return reason
+        return reason or _why_not_groups(problem)
 
     def sized(self, problem: Problem) -> bool:
         return True
@@ -235,16 +252,65 @@ class ScaledGroupedMM(Kernel):
         swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
         a = scaled(p.lhs, of_groups(p.lhs.scales, starts, ends), swizzle)
         b = scaled(p.rhs, of_stack(p.rhs.scales), swizzle)
-        functional: Any = torch.nn.functional  # whose stub does not know it
-        value = functional.scaled_grouped_mm(
-            a.pop("mat"), b.pop("mat").transpose(-2, -1),
-            **{f"{key}_a": one for key, one in a.items()},
-            **{f"{key}_b": one for key, one in b.items()}, offs=ends.to(torch.int32),
-            output_dtype=torch.bfloat16,
-        )  # fmt: skip
-        p.out.copy_(torch.where(inside[:, None], value, 0.0))
+        p.out.copy_(torch.where(inside[:, None], _grouped(a, b, ends), 0.0))
+        return self.name
+
+
+class ScaledGroupedK(Kernel):
+    """Products of groups over their rows, through torch, in bf16: of copies that lie by rows, where
+    every group starts at 128 of k."""
+
+    op, name, rank = "gemm_k", "torch_scaled_grouped_mm", 400
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not_rows(problem, "grouped_cols")
+        names = {spec_of(spec).format.name for spec in (problem.lhs, problem.rhs)}
+        if reason is None and names != {"mxfp8_e4m3"}:
+            reason = f"multiplies mxfp8_e4m3 by itself, not {' and '.join(sorted(names))}"
+        if reason is None and (problem.m % _MULTIPLE or problem.n % _MULTIPLE):
+            reason = f"takes m and n that divide by {_MULTIPLE}"
+        return reason or _why_not_groups(problem)
+
+    def sized(self, problem: Problem) -> bool:
+        return True
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants("rows", "grouped_cols")
+
+    def make_plan(self, problem: Problem) -> Any:
+        rest = behind(self, problem)  # torch adds to nothing
+
+        def plan(p: GroupedK) -> str | None:
+            if not p.accumulate:
+                return self.run(p)
+            return None if rest is None else rest(p)
+
+        return plan
+
+    def run(self, p: GroupedK) -> str:
+        rows, device = p.lhs.k, p.out.device
+        starts, ends = device_bounds(*p.groups, rows)
+        stop = (-(-(ends - starts) // _TILE) * _TILE).cumsum(0)
+        first = torch.nn.functional.pad(stop[:-1], (1, 0))
+        room = scale_rows(rows, len(ends), _TILE) * _TILE
+        group, inside = inside_groups(starts, ends, rows)
+        row = torch.arange(rows, device=device)
+        to = torch.where(inside, first[group] + row - starts[group], room)
+        own = starts[group] // BLOCK + group + (row - starts[group]) // BLOCK
+        none = len(p.lhs.scales)
+        blocks = own.new_full((room // BLOCK + 1,), none)
+        blocks[to // BLOCK] = torch.where(inside, own, none)
+        swizzle, sides = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4, []
+        for side in (p.lhs, p.rhs):
+            codes = side.codes.new_zeros(room + 1, side.rows)
+            codes[to] = side.codes
+            flat = side._replace(codes=codes[:-1].t().contiguous())
+            sides.append(scaled(flat, of_k(side.scales, blocks[:-1], stop), swizzle))
+        value = _grouped(sides[0], sides[1], stop)
+        p.out.copy_(torch.where((ends > starts)[:, None, None], value, 0.0))
         return self.name
 
 
 register(ScaledMM())
+register(ScaledGroupedK())
 register(ScaledGroupedMM())

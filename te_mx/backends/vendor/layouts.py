@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.groups import inside_groups, scale_rows
+from te_mx.dispatch.groups import BLOCK, inside_groups, scale_rows
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
 
@@ -79,6 +79,26 @@ def of_groups(scales: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     room = scales.new_zeros(tall + 1, blocks)
     room[torch.where(inside, first + torch.arange(rows, device=ends.device), tall)] = scales
     return _swizzled(room[:-1])
+
+
+def of_k(scales: Tensor, blocks: Tensor, ends: Tensor) -> Tensor:
+    """Scales [blocks, rows] along k, by the block of each in a copy where groups of k start at
+    tiles and end at `ends` (a number behind it: of none), swizzled, the tiles of a group behind
+    each other: [rows rounded up to 128, blocks of the copy]."""
+    placed = scales.new_zeros(len(blocks) + 1, scales.shape[1])
+    placed[:-1] = torch.nn.functional.pad(scales, (0, 0, 0, 1))[blocks]
+    tiles = _swizzled(placed[:-1].t()).view(-1, len(blocks) // _WIDE, _TALL * _WIDE)
+    stop = ends // (_WIDE * BLOCK)
+    tile = torch.arange(tiles.shape[1], device=ends.device)
+    group = torch.searchsorted(stop, tile, right=True)
+    start = torch.nn.functional.pad(stop, (1, 0))
+    inside = group < len(stop)
+    first = torch.where(inside, start[group], tile)
+    across = torch.where(inside, torch.nn.functional.pad(stop, (0, 1))[group] - first, 1)
+    down = torch.arange(len(tiles), device=ends.device)[:, None]
+    made = torch.empty_like(tiles).flatten(0, 1)
+    made[len(tiles) * first + down * across + tile - first] = tiles
+    return made.view(-1, len(blocks))
 
 
 SWIZZLED = Swizzled()

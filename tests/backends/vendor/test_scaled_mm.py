@@ -11,6 +11,7 @@ from te_mx.backends.vendor import gemm
 from te_mx.backends.vendor.layouts import SWIZZLED
 from te_mx.dispatch.calls import (
     Epilogue,
+    GroupedK,
     GroupedRows,
     Groups,
     Mode,
@@ -108,7 +109,9 @@ def scaled_grouped_mm(
     swizzle_b=None, bias=None, offs=None, output_dtype=torch.bfloat16, contraction_dim=(),
     use_fast_accum=False,
 ):  # fmt: skip
-    """Of 2D by 3D; rows behind the last group are what lay in memory."""
+    """Of 2D by 3D; rows behind the last group are what lay in memory. Of 2D by 2D, over k."""
+    if mat_b.dim() == 2:
+        return grouped_k(mat_a, mat_b.t(), scale_a, scale_b, swizzle_a, swizzle_b, offs.tolist())
     groups, k, n = mat_b.shape
     weights, rows = mat_b.transpose(-2, -1), len(mat_a)
     assert weights.is_contiguous() and mat_a.is_contiguous() and mat_a.shape[1] == k
@@ -149,6 +152,29 @@ def scaled_grouped_mm(
         out[start:end] = (a @ b.t() * factor[g].double()).bfloat16()
         at, start = at + size, end
     return out
+
+
+def grouped_k(mat_a, mat_b, scale_a, scale_b, swizzle_a, swizzle_b, ends):
+    """Groups of k start at tiles of scales, and each has its tiles behind each other."""
+    assert {mat_a.dtype, mat_b.dtype} == {E4M3} and mat_a.shape[1] == mat_b.shape[1]
+    assert {swizzle_a, swizzle_b} == {SwizzleType.SWIZZLE_32_4_4} and ends[-1] <= mat_a.shape[1]
+    outs, start, fmt = [], 0, get("mxfp8_e4m3")
+    for end in ends:
+        assert (end - start) % 128 == 0
+        sides = []
+        for mat, scale in ((mat_a, scale_a), (mat_b, scale_b)):
+            assert mat.is_contiguous() and scale.is_contiguous() and len(mat) % 16 == 0
+            assert scale.dtype == torch.float8_e8m0fnu and scale.dim() == 2
+            tall, blocks = up(len(mat), 128), (end - start) // 32
+            assert scale.shape[0] >= tall
+            part = scale.view(torch.uint8).flatten()[tall * start // 32 :]
+            codes = mat.view(torch.uint8)[:, start:end].contiguous()
+            scales = in_order(part, len(mat), blocks)
+            sides.append(fmt.dequantize(codes, scales, end - start, torch.float64))
+        empty = torch.full((len(mat_a), len(mat_b)), torch.nan)
+        outs.append(empty if start == end else sides[0] @ sides[1].t())
+        start = end
+    return torch.stack(outs).bfloat16()
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +276,38 @@ def test_groups(monkeypatch, fmt, capacity):
     monkeypatch.setattr(gemm, "behind", lambda kernel, problem: lambda p: "the next one")
     call = GroupedRows(tokens, stack, groups, bias, both[0], Mode())
     assert GROUPED.make_plan(given)(call) == "the next one"
+
+
+@pytest.mark.parametrize("capacity", [0, 200])
+def test_groups_over_k(monkeypatch, capacity):
+    """An empty group, ends between blocks, rows of none, scales of more than a tile."""
+    monkeypatch.setattr(gemm, "groups", lambda index: True)
+    m, n, rows, fmt = 272, 48, 700, "mxfp8_e4m3"
+    ends = torch.tensor([150, 200, 550] if capacity else [150, 150, 550])
+    groups, sides = Groups(ends, capacity), []
+    for width in (m, n):
+        x = torch.randn(rows, width) * torch.exp2(torch.randint(-9, 9, (rows, 1)).float())
+        asked = QuantizeGroups(x, groups, "", f"{fmt}@grouped_cols", "rceil")
+        sides.append(reference("quantize_grouped").run(asked).col)
+    given = Problem(
+        "gemm_k", Place("cuda", 0), sides[0].spec, sides[1].spec, m, n, rows, 3, ends="device",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    kernel, both = gemm.ScaledGroupedK(), []
+    assert kernel.accepts(given) is None
+    for run in (kernel.make_plan(given), reference("gemm_k").run):
+        out = torch.full((3, m, n), 7.0, dtype=torch.bfloat16)
+        run(GroupedK(*sides, groups, out, False, Mode()))
+        both.append(out.float())
+    assert torch.allclose(*both, rtol=2**-7, atol=1e-6)
+    for name, value in (
+        ("ends", "host"), ("dtype", torch.float32), ("m", 40), ("n", 72),
+        ("rhs", "mxfp8_e5m2@grouped_cols"), ("rhs", f"{fmt}@cols"), ("place", Place("cpu")),
+    ):  # fmt: skip
+        assert kernel.accepts(given._replace(**{name: value}))
+    monkeypatch.setattr(gemm, "behind", lambda kernel, problem: lambda p: "the next one")
+    call = GroupedK(*sides, groups, both[0], True, Mode())
+    assert kernel.make_plan(given)(call) == "the next one"
 
 
 def test_scales_lie_as_cublas_says():
