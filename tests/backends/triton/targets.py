@@ -177,7 +177,7 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
     scale, bits = one.scaling.scale, one.element.bits
     words = quantizers.of_rule(one, rule) | {"ROW": True, "COL": True, "TURNED": bits == 4}
     words |= {"R": 128, "C": 128} if scale == "fp32" else {"R": 32, "C": 128 if bits == 8 else 64}
-    if scale == "e8m0":
+    if scale != "e4m3":
         words["HARDWARE"] = kind.backend == "cuda" and kind.arch >= 89 and bits == 8
     scales = "*fp32" if scale == "fp32" else "*u8"
     pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8"}
