@@ -110,9 +110,9 @@ def test_groups(row, capacity):
     ends = [33, 33, 71, 120] if not capacity else [33, 40, 95, 130]
     offs = torch.tensor(ends, dtype=torch.int32)
     groups, col = Groups(offs, capacity), f"{RHT}@grouped_cols"
-    for rule, seed in (("te", None), ("te+sr", torch.tensor([3]))):
-        q = quantize_grouped(x, groups, row, col, rule=rule, seed=seed)
-        what = QuantizeGroups(x, groups, row, col, rule, False, seed)
+    for one, rule, seed in ((x, "te", None), (x.to(BF16), "te+sr", torch.tensor([3]))):
+        q = quantize_grouped(one, groups, row, col, rule=rule, seed=seed)
+        what = QuantizeGroups(one, groups, row, col, rule, False, seed)
         there = grouped.quantize(what, *device_bounds(offs, capacity, 130))
         for one, other in ((q.row, there.row), (q.col, there.col)):
             assert all(torch.equal(s, t) for s, t in zip(one[:2], other[:2], strict=True))

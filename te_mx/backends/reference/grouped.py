@@ -92,6 +92,8 @@ def quantize(what: QuantizeGroups, starts: Tensor, ends: Tensor) -> Quantized:
         if fmt.transform is not None:
             there = _pad(x.new_ones(rows, 1), position, room).view(-1, fmt.transform.size)
             padded = fmt.transform.apply(padded, there.bool().all(1))
+            if fmt.tensor_scaled:  # which rounds what was transformed to the dtype of x
+                padded = padded.to(x.dtype)
             fmt = fmt.untransformed
         whole, owner = None, _owners(starts, ends, rows, fmt.block)
         if isinstance(fmt, TensorScaledFormat):
