@@ -22,7 +22,8 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts.operand import Quantized
 
 _F32 = torch.float32
-_SUM_ROWS, _GRAD_ROWS = 4, 16  # of x, a program
+_SUM_ROWS = 4  # of x, a program
+_SUMS, _SHARES = (16, 256), 16  # rows and columns that are added at once, in so many shares of rows
 
 
 class _Fused(Kernel):
@@ -96,13 +97,18 @@ class TritonNormBackward(_Fused):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dz, x, (rows, cols) = rows_of(dz), rows_of(x), x.shape
         dx = torch.empty((rows, cols), dtype=dtype, device=x.device)
-        programs = cdiv(rows, _GRAD_ROWS)
-        sums = torch.empty((2, programs, cols), dtype=_F32, device=x.device)
-        binding.kernels("steps").norm_backward[(programs,)](
-            dz, x, weight.contiguous(), None if mean is None else mean.contiguous(),
-            rstd.contiguous(), dx, *sums, rows, cols, dz.stride(0), x.stride(0), inverse(cols),
-            R=_GRAD_ROWS, num_warps=8, enable_fp_fusion=False,
+        (height, width), share = _SUMS, cdiv(rows, _SHARES)
+        shares = cdiv(rows, share)
+        sums = torch.empty((2, shares, cols), dtype=_F32, device=x.device)
+        mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
+        kernels, ends = binding.kernels("steps"), (rows, cols, dz.stride(0), x.stride(0))
+        kernels.norm_backward[(rows,)](
+            dz, x, weight.contiguous(), mean, rstd, dx, *ends, inverse(cols), R=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
+        kernels.norm_weights[cdiv(cols, width), shares](
+            dz, x, mean, rstd, *sums, *ends, share, R=height, C=width, enable_fp_fusion=False
+        )
         return dx, *sums.sum(1)
 
 

@@ -20,7 +20,7 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 
-GROUP = 8  # tiles of rows that share columns of b in L2
+GROUP, _GROUP = 8, 4  # tiles of rows that share columns of b in L2; with tiles by descriptors
 _FLAGS = "BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE"
 _FACTORS = "as_row", "as_k", "bs_row", "bs_k", "A_HEIGHT", "B_HEIGHT"
 _ENDS = 16, 128  # rows and columns a program adds up the parts of
@@ -56,7 +56,7 @@ def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, rows: int) -> dict[st
     decoded = binding.decoded(lhs.format, rhs.format, lhs.codes.device)
     a_row, a_k, as_row, as_k = strides(lhs)
     b_row, b_k, bs_row, bs_k = strides(rhs)
-    tile = tiles.tile(lhs.codes.device.index or 0, mx, rows)
+    tile = tiles.tile(lhs.codes.device.index or 0, mx, rows, rhs.rows)
     # Rows that lie behind each other and do not fill a tile are masked.
     ragged = (a_first and lhs.rows % tile.m) or (b_first and rhs.rows % tile.n)
     return {
@@ -157,7 +157,7 @@ class TritonGemm(Kernel):
             (a, b), options, programs = by_tma
             kernels.gemm_blocks[(programs,)](
                 a, sides[1], b, sides[3], *ends, m, n, p.lhs.k,
-                **{name: words[name] for name in _FACTORS}, **finish, **options, GROUP=GROUP,
+                **{name: words[name] for name in _FACTORS}, **finish, **options, GROUP=_GROUP,
             )  # fmt: skip
         elif parts == 1:
             kernels.gemm[(count,)](*sides, *ends, m, n, p.lhs.k, **words, **finish, GROUP=GROUP)

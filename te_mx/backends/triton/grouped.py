@@ -105,7 +105,7 @@ class TritonRouted(Kernel):
             (block_m, len(experts)) if ids is not None else (1, min(routed, len(experts)))
         )
         words = gemm.multiplied(p.lhs, p.rhs, size)
-        few = tiles.tile(p.out.device.index or 0, words["MX"], 1).m
+        few = tiles.tile(p.out.device.index or 0, words["MX"], 1, n).m
         words["BM"] = min(max(words["BM"], 32), max(few, _power(size)))
         grid = blocks * cdiv(size, words["BM"]) * cdiv(n, words["BN"])
         out, experts = p.out.contiguous(), experts.contiguous()

@@ -169,7 +169,10 @@ def launch(
     kernel = getattr(module, f"quantize_{family}")
     sides = [(row is not None, col is not None, height, width, warps, 0)]
     turned, plain = what.col.endswith("@rows"), "STEP" not in step and not words.get("RANDOM")
-    if row and turned and plain and fmt.element.bits == 4:
+    if row and col and plain and family == "blockwise" and not (words["SQUARE"] or count):
+        # Tiles of both take more registers than are there for as many threads as read at a time.
+        sides = [(True, False, 32, 128, 4, 0), (False, True, 128, 64, 4, 0)]
+    elif row and turned and plain and fmt.element.bits == 4:
         # Eight codes of a word lie in one thread: each direction has tiles of its own for that.
         mx = family == "mx"
         sides = [(True, False, 32, 128 if mx else 64, 2, 0), (False, True, *_TURNED[mx])]

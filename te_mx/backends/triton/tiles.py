@@ -58,6 +58,8 @@ TILES = {
 }  # fmt: skip
 # Of blockwise FP8 whose tiles the memory finds itself, and programs a multiprocessor.
 BY_TMA = {"sm_90": (Tile(64, 128, 128, 4, 4), 2)}
+# Of MX formats that are multiplied in bf16, where larger tiles leave half of a GPU idle.
+_MIDDLE = dict.fromkeys(("sm_80", "sm_89", "sm_90"), Tile(64, 64, 64, 4, 4))
 FEW_ROWS = 32  # up to which a product has tiles of few
 _MOST_PARTS, _LEAST_STEPS = 16, 4  # of k, and steps of a part
 _INTERPRETED = 8  # multiprocessors of none
@@ -88,15 +90,19 @@ def _target(index: int) -> tuple[str, int]:
     return name, int(properties.multi_processor_count)
 
 
-def tile(index: int, mx: bool, rows: int) -> Tile:
-    """The tile of a product of so many rows on a GPU."""
-    return TILES[target(index)[0]][mx, rows <= FEW_ROWS]
+def tile(index: int, mx: bool, m: int, n: int) -> Tile:
+    """The tile of a product [m, n] on a GPU."""
+    kind, processors = target(index)
+    one = TILES[kind][mx, m <= FEW_ROWS]
+    if mx and m > FEW_ROWS and 2 * cdiv(m, one.m) * cdiv(n, one.n) <= processors:
+        return _MIDDLE.get(kind, one)
+    return one
 
 
 def parts(index: int, mx: bool, m: int, n: int, k: int) -> int:
     """Into how many parts k is cut, where tiles leave more than half of a GPU idle: by sizes and
     the GPU alone, so that sums have one order."""
-    one = tile(index, mx, m)
+    one = tile(index, mx, m, n)
     idle = target(index)[1] // (cdiv(m, one.m) * cdiv(n, one.n))
     most = min(idle, cdiv(k, one.k) // _LEAST_STEPS, _MOST_PARTS)
     each = cdiv(cdiv(k, one.k), max(most, 1))

@@ -244,7 +244,8 @@ def steps_of(target: str) -> list[Made]:
         _made("norm", target, mx, words | norm, pointers | of_norm, kind),
         _made("dact", target, mx, words | act, pointers | {"grad": "*bf16"}, kind),
         _made("norm_sums", target, steps.norm_sums, {"R": 4}, sums, kind),
-        _made("norm_backward", target, steps.norm_backward, {"R": 16}, sums | back, kind),
+        _made("norm_backward", target, steps.norm_backward, {"R": 1}, sums | back, kind),
+        _made("norm_weights", target, steps.norm_weights, {"R": 16, "C": 256}, sums | back, kind),
     ]
 
 

@@ -231,12 +231,14 @@ def quantize_blockwise(
     out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
     ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, TO: tl.constexpr = None,
+    VECTOR: tl.constexpr = 0,
 ):
     """Blockwise FP8: codes and fp32 scales, blocks of 1 x 128, or of 128 x 128 (R = C = 128)."""
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     if GROUPS:
         group, first_row, _, rows = place_of(slot, starts, ends, groups, R, GROUPS)
-    r, c = first_row + tl.arange(0, R), first_col + tl.arange(0, C)
+    r = first_row + tl.arange(0, R)
+    c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
         ALPHA, OFFSET, TO,

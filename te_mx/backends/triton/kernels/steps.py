@@ -179,12 +179,9 @@ def norm_sums(
 
 @triton.jit
 def norm_backward(
-    dz, x, weight, mean, rstd, dx, dweight, dbias, rows, cols, dz_stride, stride, inverse,
-    R: tl.constexpr,
+    dz, x, weight, mean, rstd, dx, rows, cols, dz_stride, stride, inverse, R: tl.constexpr
 ):
-    """dx, and the sums over R rows of dz times what was normalized, and of dz, each [rows / R,
-    cols]."""
-    program = tl.program_id(0).to(tl.int64)
+    """dx of rows."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     center = tl.zeros((R, 1), tl.float32)
     if mean is not None:
@@ -194,21 +191,44 @@ def norm_backward(
     for first in range(0, cols, 256):
         c = first + tl.arange(0, 256)
         there = (r < rows)[:, None] & (c < cols)[None, :]
-        g, h = _read(dz, r, c, there, dz_stride), (_read(x, r, c, there, stride) - center) * root
-        v = g * tl.load(weight + c, mask=c < cols, other=0.0)[None, :]
+        h = (_read(x, r, c, there, stride) - center) * root
+        v = _read(dz, r, c, there, dz_stride)
+        v *= tl.load(weight + c, mask=c < cols, other=0.0)[None, :]
         of_v += v
         of_vh += tl.where(there, v * h, 0.0)
-        gh = tl.where(there, g * h, 0.0)
-        tl.store(dweight + program * cols + c, tl.sum(gh, 0), mask=c < cols)
-        tl.store(dbias + program * cols + c, tl.sum(g, 0), mask=c < cols)
     of_v, of_vh = _lane_sum(of_v, R) * inverse, _lane_sum(of_vh, R) * inverse
     for first in range(0, cols, 256):
         c = first + tl.arange(0, 256)
         there = (r < rows)[:, None] & (c < cols)[None, :]
-        g, h = _read(dz, r, c, there, dz_stride), (_read(x, r, c, there, stride) - center) * root
-        v = g * tl.load(weight + c, mask=c < cols, other=0.0)[None, :]
-        drift = h * of_vh
+        drift = ((_read(x, r, c, there, stride) - center) * root) * of_vh
+        v = _read(dz, r, c, there, dz_stride)
+        v *= tl.load(weight + c, mask=c < cols, other=0.0)[None, :]
         if mean is not None:
             drift = of_v + drift
         made = rounded((v - drift) * root, dx.dtype.element_ty)
         tl.store(dx + r.to(tl.int64)[:, None] * cols + c[None, :], made, mask=there)
+
+
+@triton.jit
+def norm_weights(
+    dz, x, mean, rstd, dweight, dbias, rows, cols, dz_stride, stride, share, R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The sums over `share` rows of dz times what was normalized, and of dz, each [rows / share,
+    cols]."""
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    of_gh, of_g = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
+    start = tl.program_id(1) * share
+    end = tl.minimum(start + share, rows)
+    for first in range(start, end, R):
+        r = first + tl.arange(0, R)
+        there = (r < end)[:, None] & (c < cols)[None, :]
+        g, h = _read(dz, r, c, there, dz_stride), _read(x, r, c, there, stride)
+        if mean is not None:
+            h -= tl.load(mean + r, mask=r < rows, other=0.0)[:, None]
+        h *= tl.load(rstd + r, mask=r < rows, other=0.0)[:, None]
+        of_gh += tl.where(there, g * h, 0.0)
+        of_g += g
+    at = tl.program_id(1).to(tl.int64) * cols + c
+    tl.store(dweight + at, tl.sum(of_gh, 0), mask=c < cols)
+    tl.store(dbias + at, tl.sum(of_g, 0), mask=c < cols)
