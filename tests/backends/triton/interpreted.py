@@ -128,7 +128,7 @@ def test_groups():
         ("fp8_e4m3_1x128", "fp8_e4m3_128x128", ""), ("nvfp4", "nvfp4", "+rht16:0x1234abcd"),
     ):  # fmt: skip
         rule, quantizer = get(fmt).scaling.rules[0], triton_of("quantize_grouped")
-        more = "+sr" if across else ""
+        drawn = "+sr" if across else ""
         for groups in (
             Groups(torch.tensor([40, 40, 190])),
             Groups(torch.tensor([40, 64, 190]), 64),
@@ -140,7 +140,7 @@ def test_groups():
                     one, groups, f"{fmt}@rows", f"{fmt}{across}@grouped_cols", rule + kind, True,
                     SEED if kind else None,
                 )
-                for one, kind in ((x, ""), (g, more))
+                for one, kind in ((x, ""), (g, drawn))
             ]  # fmt: skip
             made = [quantizer.run(one) for one in asked]
             for mine, one in zip(made, asked, strict=True):
