@@ -15,7 +15,6 @@ from te_mx.backends.native import BLOCKWISE, unknown
 from te_mx.dispatch.problem import MOST, Problem
 from te_mx.formats import Format
 from te_mx.formats.element import Element
-from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import spec_of
 
 NAME, RANK = "triton", 500
@@ -50,18 +49,14 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     reads, random = problem.op == "dequantize", problem.op in ("quantize", "quantize_grouped")
     formats = MX + BLOCKWISE + (NVFP4 if reads or random or problem.op in _PRODUCTS else ())
     formats += MXFP6 if reads or problem.op == "quantize" else ()
-    stochastic = is_stochastic(problem.rule)
     if random:
         problem = problem._replace(rule="rceil")  # all rules of each
     reason = _why_not_gpu(problem) or missing()
     reason = reason or unknown(problem, LAYOUTS + layouts, formats, random)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
-    if reason is None and (reads or random):
-        made = [spec_of(spec).format for spec in problem[2:4] if spec]
-        new = any(one.untransformed.name in NVFP4 + MXFP6 for one in made)
-        if problem.op == "quantize_grouped":
-            new |= stochastic or any(one.transform is not None for one in made)
+    if reason is None:
+        new = reads and spec_of(problem.lhs).format.untransformed.name in MXFP6
         reason = why_not_run(problem) if new else None
     if reason is None and max(problem.m, problem.n, problem.k) > MOST:
         reason = f"counts sizes up to {MOST}"

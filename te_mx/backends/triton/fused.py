@@ -31,7 +31,7 @@ class _Fused(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         values = problem._replace(lhs="", rhs="", rule="rceil")
-        return binding.why_not(values) or why_not_dtype(problem) or binding.why_not_run(problem)
+        return binding.why_not(values) or why_not_dtype(problem)
 
 
 class _Ends:

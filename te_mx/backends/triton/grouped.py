@@ -132,7 +132,7 @@ class TritonAlign(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         if problem.n > _MOST_EXPERTS:
             return f"knows up to {_MOST_EXPERTS} experts"
-        return binding.why_not(problem) or binding.why_not_run(problem)
+        return binding.why_not(problem)
 
     def run(self, p: Align) -> tuple[Tensor, Tensor, Tensor]:
         ids, (routed, block, experts) = p.topk_ids.contiguous(), (len(p.topk_ids), *p[1:3])
@@ -191,9 +191,6 @@ class TritonActGroups(_Quantizer):
     """An activation, or its derivative, in the quantizer's read."""
 
     op = "act_quantize_grouped"
-
-    def accepts(self, problem: Problem) -> str | None:
-        return super().accepts(problem) or binding.why_not_run(problem)
 
     def run(self, what: ActGroups) -> Quantized:
         shape, words = activation(what.step)

@@ -87,7 +87,7 @@ def values(
         factor = _decoded(scale, "e4m3")
     else:
         nan = scale == 255
-        factor = power_of_two(scale - 127)
+        factor = as_float(tl.where(scale == 0, 1 << 22, scale << 23))
     factor = as_float(tl.where(nan, 0x7FC00000, as_bits(factor)))
     made = tl.reshape(_decoded(codes, ELEMENT), (ROWS, K // BLOCK, BLOCK)) * factor[:, :, None]
     return tl.reshape(made, (ROWS, K))
