@@ -12,10 +12,11 @@
 #include "mxtile/quant/stochastic.hpp"
 #include "mxtile/simd/convert.hpp"
 #include "mxtile/simd/decode.hpp"
+#include "mxtile/simd/turn_bytes.hpp"
 #if defined(__AVX512BW__)
 #include "mxtile/quant/e2m1_avx512.hpp"
 #endif
-#include "quantize/nvfp4.hpp"
+#include "quantize/nvfp4_magnitudes.hpp"
 
 namespace te_mx::cpu::nvfp4 {
 namespace {
@@ -25,11 +26,8 @@ namespace mx = mxtile::mx;
 namespace q = mxtile::quant::avx512;
 #endif
 
-constexpr int kB = static_cast<int>(kSmallBlock);
-constexpr uint32_t kMagnitude = 0x7FFFFFFF;
 constexpr float kTop = 448.0f * 6.0f, kLargest = 3.4028234663852886e38f;
 constexpr float kSixth = 0.16666667163372040f;
-using Values = uint32_t[kRows][kCols];  // fp32 patterns
 
 inline float least(float a, float b) { return a < b ? a : b; }
 // x rounded to bf16.
@@ -135,22 +133,11 @@ MXTILE_WORD typename S::I encode(typename S::I x, typename S::F factor) {
   return S::ior(code_of<S, mx::E2M1, 0>(S::as_float(y)), sign);
 }
 
-template <class S>
-MXTILE_WORD typename S::I larger(typename S::I a, typename S::I b) {
-  return S::select_gt(a, b, a, b);
-}
-
-template <class S>
-MXTILE_WORD typename S::I magnitude(const uint32_t* x) {
-  typename S::I bits;
-  std::memcpy(&bits, x, sizeof bits);
-  return S::iand(bits, S::iset(static_cast<int32_t>(kMagnitude)));
-}
-
 // Lane i: the largest magnitude of block i.
 template <class S>
 MXTILE_WORD typename S::F block_maxima(const uint32_t* x) {
   typename S::F rows[S::kLanes];
+#pragma GCC unroll 16
   for (int b = 0; b < S::kLanes; ++b) {
     auto most = magnitude<S>(x + b * kB);
     for (int i = S::kLanes; i < kB; i += S::kLanes) {
@@ -158,7 +145,9 @@ MXTILE_WORD typename S::F block_maxima(const uint32_t* x) {
     }
     rows[b] = S::as_float(most);
   }
+#pragma GCC unroll 4
   for (int half = S::kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
     for (int i = 0; i < half; ++i) {
       typename S::F low, high;
       S::zip(rows[i], rows[i + half], low, high);
@@ -166,108 +155,6 @@ MXTILE_WORD typename S::F block_maxima(const uint32_t* x) {
     }
   }
   return rows[0];
-}
-
-template <class T, bool kF16>
-void load_as(const Tile& tile, Values& out) {
-  const T* x = static_cast<const T*>(tile.x);
-  const auto bits = [](T v) -> uint32_t {
-    if constexpr (sizeof(T) == 4) return v;
-    return kF16 ? mx::f16_to_f32(static_cast<uint16_t>(v)) : static_cast<uint32_t>(v) << 16;
-  };
-  for (int r = 0; r < kRows; ++r) {
-    const int n = r < tile.rows ? tile.cols : 0;
-    const T* from = x + r * tile.row_stride;
-    if (n == kCols && tile.col_stride == 1) {
-      // The tile to the right comes next.
-      for (int c = kCols; c < 2 * kCols; c += static_cast<int>(64 / sizeof(T))) {
-        __builtin_prefetch(from + c, 0, 2);
-      }
-      for (int c = 0; c < kCols; ++c) out[r][c] = bits(from[c]);
-    } else {
-      for (int c = 0; c < n; ++c) out[r][c] = bits(from[c * tile.col_stride]);
-      std::memset(out[r] + n, 0, static_cast<size_t>(kCols - n) * 4);
-    }
-  }
-}
-
-// Zeros outside of the matrix.
-void load(const Tile& tile, Values& out) {
-  if (tile.dtype == DType::f32) return load_as<uint32_t, false>(tile, out);
-  if (tile.dtype == DType::bf16) return load_as<uint16_t, false>(tile, out);
-  load_as<uint16_t, true>(tile, out);
-}
-
-inline uint32_t finite(uint32_t bits) {
-  const uint32_t a = bits & kMagnitude;
-  return a < mx::kF32Inf ? a : 0;
-}
-
-// Of a row whose elements are adjacent. Magnitudes are ordered as their bits are.
-template <class T, class I>
-inline uint32_t row_largest(const void* x, int n, I inf) {
-  constexpr I kAll = static_cast<I>(static_cast<T>(~T{0}) >> 1);
-  const T* from = static_cast<const T*>(x);
-  I most = 0;
-  for (int i = 0; i < n; ++i) {
-    const I a = static_cast<I>(static_cast<I>(from[i]) & kAll);
-    const I number = a < inf ? a : I{0};
-    most = number > most ? number : most;
-  }
-  return static_cast<uint32_t>(most);
-}
-
-// What is transformed is rounded to the dtype of the matrix.
-inline void round_to(DType dtype, uint32_t* x, int n) {
-  for (int i = 0; dtype == DType::bf16 && i < n; ++i) {
-    const bool nan = (x[i] & kMagnitude) > mx::kF32Inf;
-    x[i] = nan ? x[i] : (x[i] + 0x7FFF + (x[i] >> 16 & 1)) & 0xFFFF0000;
-  }
-  for (int i = 0; dtype == DType::f16 && i < n; ++i) x[i] = mx::f16_to_f32(mx::f32_to_f16(x[i]));
-}
-
-void transform(const Tile& t, Of of, Values& x) {
-  if (of == Of::col_chunks && t.col_transform) {
-    mxtile::quant::hadamard<kRows, kCols>(x[0], t.col_signs);
-    round_to(t.dtype, x[0], kRows * kCols);
-  }
-  for (int r = 0; of == Of::row_chunks && t.row_transform && r < t.rows; ++r) {
-    for (int c = 0; c + kB <= t.cols; c += kB) {
-      mxtile::quant::hadamard<kB, 1>(x[r] + c, t.row_signs >> (c % 32));
-      round_to(t.dtype, x[r] + c, kB);
-    }
-  }
-}
-
-void raise(const Tile& tile, Of of, uint32_t* largest, int64_t rows, int64_t cols) {
-  if (of == Of::elements && cols == 0 && tile.col_stride == 1 && tile.dtype != DType::f16) {
-    const int64_t bytes = tile.dtype == DType::f32 ? 4 : 2;
-    for (int r = 0; r < tile.rows; ++r) {
-      const char* x = static_cast<const char*>(tile.x) + r * tile.row_stride * bytes;
-      const uint32_t found = bytes == 4
-                                 ? row_largest<uint32_t, int32_t>(x, tile.cols, 0x7F800000)
-                                 : row_largest<uint16_t, int16_t>(x, tile.cols, 0x7F80) << 16;
-      uint32_t& to = largest[r * rows];
-      to = found > to ? found : to;
-    }
-    return;
-  }
-  const InRoom<Values> room;
-  Values& x = *room;
-  load(tile, x);
-  transform(tile, of, x);
-  const auto raise_to = [](uint32_t& to, uint32_t a) { to = a > to ? a : to; };
-  for (int r = 0; r < tile.rows; ++r) {
-    uint32_t* const to = largest + r * rows;
-    for (int c = 0; cols != 0 && c < tile.cols; ++c) raise_to(to[c * cols], finite(x[r][c]));
-    if (cols != 0) continue;
-    int32_t most = 0;  // NOTE: one in memory would be read again after every element.
-    for (int c = 0; c < kCols; ++c) {
-      const auto a = static_cast<int32_t>(finite(x[r][c]));
-      most = a > most ? a : most;
-    }
-    raise_to(*to, static_cast<uint32_t>(most));
-  }
 }
 
 // Scales of blocks of which the largest magnitudes are given (of NaN or Inf: those), by the amax of
@@ -379,17 +266,33 @@ inline void spread(const Scales& blocks, int first, Scales& each) {
   }
 }
 
-// Codes rounded by 16 random bits an element.
-template <ScaleRule R>
+// Codes rounded by 16 random bits an element: the magnitude in 2^-16 of a step between codes, plus
+// these. A number below 1 is a whole number of them, at most as large, found by rounding; of others
+// the pattern is that count, as the codes are patterns of their own.
+template <class S, ScaleRule R>
 void round_randomly(const uint32_t* x, const Scales& s, const uint32_t* words, uint8_t* codes) {
-  for (int c = 0; c < kCols; ++c) {
-    const float value = mx::as_float(x[c]);
-    const uint32_t y = mx::as_bits(divides(R) ? value / s.factor[c] : value * s.factor[c]);
-    const uint32_t scaled = (x[c] & kMagnitude) == 0 ? x[c] : y;
-    const bool none = divides(R) && (scaled & kMagnitude) == 0;
-    const uint32_t code = mxtile::quant::encode_random_fast<mx::E2M1>(scaled, 127, words[c]);
-    codes[c] = static_cast<uint8_t>(none ? 0 : code & s.mask[c]);
+  alignas(64) uint16_t made[kCols];
+  const auto all = S::iset(static_cast<int32_t>(kMagnitude)), zero = S::iset(0);
+  for (int c = 0; c < kCols; c += S::kLanes) {
+    const auto bits = load_bits<S>(x + c);
+    const auto value = S::as_float(bits), factor = S::load(s.factor + c);
+    const auto y =
+        S::iand(S::as_int(divides(R) ? S::div(value, factor) : S::mul(value, factor)), all);
+    const auto a = S::select_gt(S::iand(bits, all), zero, y, zero);
+    const auto wanted = S::mul(S::min(S::as_float(a), S::set(1.0f)), S::set(131072.0f));
+    const auto shift = S::set(8388608.0f);
+    const auto near = S::sub(S::add(wanted, shift), shift);
+    const auto below = S::select_lt(wanted, near, S::sub(near, S::set(1.0f)), near);
+    const auto small = S::isub(S::as_int(S::add(below, shift)), S::as_int(shift));
+    const auto large = S::template shr<6>(S::isub(a, S::iset(126 << 23)));
+    const auto steps = S::select_gt(a, S::iset((127 << 23) - 1), large, small);
+    auto code = S::template shr<16>(S::iadd(steps, load_bits<S>(words + c)));
+    code = S::select_gt(code, S::iset(7), S::iset(7), code);
+    auto sign = S::iand(S::template shr<28>(bits), S::iset(8));
+    if constexpr (divides(R)) sign = S::select_gt(a, zero, sign, zero);
+    S::store_u16(made + c, S::iand(S::ior(code, sign), load_bits<S>(s.mask + c)));
   }
+  for (int c = 0; c < kCols; ++c) codes[c] = static_cast<uint8_t>(made[c]);
 }
 
 template <class S, ScaleRule R>
@@ -416,7 +319,7 @@ void make_rows(const Tile& t, const Values& x, const Scales* square, const Value
       alignas(64) uint8_t codes[kCols];
       Scales each;
       spread(s, first, each);
-      round_randomly<R>(x[r], each, (*words)[r], codes);
+      round_randomly<S, R>(x[r], each, (*words)[r], codes);
       mx::pack_nibbles<kCols / 2>(codes, packed);
     }
     put<kCols / 2>(packed, (t.cols + 1) / 2, t.row_codes + r * t.row_code_stride);
@@ -468,7 +371,7 @@ void make_columns(const Tile& t, const Values& x, const Scales* square, const Va
   alignas(64) uint8_t codes[kRows][kCols];
   for (int r = 0; r < kRows; ++r) {
     if (words != nullptr) {
-      round_randomly<R>(x[r], s, (*words)[r], codes[r]);
+      round_randomly<S, R>(x[r], s, (*words)[r], codes[r]);
     } else {
       for (int c = 0; c < kCols; c += 2 * kB) Encoder<S, R>::columns(x[r] + c, s, c, codes[r] + c);
     }
@@ -476,11 +379,23 @@ void make_columns(const Tile& t, const Values& x, const Scales* square, const Va
       put<kCols>(codes[r], t.cols, t.col_codes + r * t.col_code_stride);
     }
   }
-  for (int c = 0; t.transposed && c < t.cols; ++c) {
-    uint8_t column[kRows], packed[kRows / 2];
-    for (int r = 0; r < kRows; ++r) column[r] = codes[r][c];
-    mx::pack_nibbles<kRows / 2>(column, packed);
-    put<kRows / 2>(packed, (t.rows + 1) / 2, t.col_codes + c * t.col_code_stride);
+  if (!t.transposed) return;
+  constexpr int kPairs = kRows / 2;
+  alignas(64) uint8_t pairs[kPairs][kCols], turned[kCols][kPairs];
+  for (int r = 0; r < kPairs; ++r) {
+    for (int c = 0; c < kCols; ++c) {
+      pairs[r][c] = static_cast<uint8_t>(codes[2 * r][c] | codes[2 * r + 1][c] << 4);
+    }
+  }
+  for (int c = 0; c < kCols; c += 16) {
+#if defined(MXTILE_TURNS_BYTES)
+    mxtile::simd::turn_bytes_8x16(pairs[0] + c, kCols, turned[c]);
+#else
+    for (int i = 0; i < 16 * kPairs; ++i) turned[c][i] = pairs[i % kPairs][c + i / kPairs];
+#endif
+  }
+  for (int c = 0; c < t.cols; ++c) {
+    put<kPairs>(turned[c], (t.rows + 1) / 2, t.col_codes + c * t.col_code_stride);
   }
 }
 
@@ -518,8 +433,7 @@ void quantize_as(const Tile& t) {
   const Scales* shared = t.square ? &square : nullptr;
   const auto source = [&](Of of, bool transforms) -> const Values& {
     if (!transforms) return x;
-    std::memcpy(transformed, x, sizeof x);
-    transform(t, of, transformed);
+    transform<S>(t, of, x, transformed);
     return transformed;
   };
   if (t.row_codes != nullptr) {
@@ -591,7 +505,7 @@ void decode(const Run& run) {
 }
 
 template <class S>
-constexpr Level kLevel{raise, quantize<S>, decode<S>};
+constexpr Level kLevel{raise<S>, quantize<S>, decode<S>};
 
 }  // namespace
 }  // namespace te_mx::cpu::nvfp4
