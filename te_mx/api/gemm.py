@@ -205,7 +205,8 @@ def quantize(
         scale_rule: "rceil", "floor" or "even" for MX formats; "pow2" or "fp32" for blockwise FP8,
             with the smallest amax behind a colon if wanted ("fp32:1e-12"); "te", "torchao",
             "modelopt" or "compressed_tensors" for NVFP4, and "te_4over6", of two scales a block the
-            better one, with "_mse" and "_448" behind it if wanted. None for the first one.
+            better one, with "_mse" and "_448" behind it if wanted. None for the first one, or for
+            the one behind the format ("nvfp4+modelopt").
         rounding: "nearest" (to even), or "stochastic" for MX formats and NVFP4: up or down with a
             mean of what is rounded, by random bits that depend on the seed and on the element's
             place.
@@ -238,6 +239,10 @@ def quantize(
     check_dense("x", x)
     if x.dim() == 0:
         raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
+    if isinstance(fmt, str) and scale_rule is None and "+" in fmt:  # "nvfp4+modelopt"
+        name, _, last = fmt.rpartition("+")
+        if last in formats.get(name).scaling.rules:
+            fmt, scale_rule = name, last
     known = formats.get(fmt)
     rule = known.scaling.rules[0] if scale_rule is None else scale_rule
     if not known.scaling.knows(rule):

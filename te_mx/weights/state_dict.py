@@ -511,6 +511,8 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
             told += "; bind a recipe with the format of these to the layer (te_mx.convert_model)"
         if codes.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
             told += ", or make others of them by te_mx.formats.convert"
+        if scales.dtype == torch.float8_e4m3fn and codes.dtype == torch.uint8:
+            return _whole_problem(None, shape, "nvfp4", False)
         if codes.dtype == torch.uint8:
             four, sizes = formats.get("mxfp4"), shape[-2:]
             wanted = (
@@ -562,6 +564,8 @@ def _whole_problem(whole: Any, shape: tuple[int, ...], name: str, ours: bool) ->
         return f"the tensor scale must have shape {expected}, got {tuple(whole.shape)}"
     if ours or whole.is_meta:
         return ""
+    if not bool(((whole >= 0) & whole.isfinite()).all()):
+        return f"the tensor scale must be positive and finite, got {whole.flatten()[:4].tolist()}"
     return nvfp4_checkpoints.reciprocal_problem("the tensor scale", whole)
 
 

@@ -105,7 +105,8 @@ def test_state_dicts_that_do_not_fit():
     good = dict(frozen().state_dict())
     e = 1 / good["weight_scale_2"]
     for change, said in (
-        ({"weight_scale_2": None}, "MXFP4 has|needs a tensor scale beside them"),
+        ({"weight_scale_2": None}, "needs a tensor scale beside them, called .* with _scale_2"),
+        ({"weight_scale_2": e * torch.nan}, r"must be positive and finite, got \[nan\]"),
         ({"weight_scale_2": good["weight_scale_2"].double()}, "tensor scale must be a float32"),
         ({"weight_scale_2": torch.ones(3)}, r"must have shape \(\), got \(3,\)"),
         (
