@@ -65,7 +65,9 @@ MXTILE_INLINE Vector low_words(Vector low, Vector high) {
 // 32 codes of words, two a byte.
 MXTILE_INLINE void store_code_pairs(uint8_t* p, Vector codes) {
   const Vector pairs = _mm512_or_si512(codes, _mm512_srli_epi32(codes, 12));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(pairs));
+  __m128i bytes = _mm512_cvtepi32_epi8(pairs);
+  asm("" : "+v"(bytes));  // NOTE: as in narrowed()
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
 }  // namespace mxtile::quant::avx512
