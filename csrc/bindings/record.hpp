@@ -37,12 +37,12 @@ namespace py = pybind11;
 template <class T, class... Ts>
 inline constexpr bool one_of = (std::is_same_v<T, Ts> || ...);
 template <class T>
-concept AnyRecord =
-    one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
-           GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
-           GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, NormRowsArgs, LinearArgs, Routing,
-           MoeGemmArgs, MoeAlignArgs, MoeCombineArgs, sm90::DecodeArgs, sm90::Nvfp4Args,
-           sm90::Nvfp4Side, sm90::Nvfp4QuantizeArgs, sm90::Nvfp4FinishArgs>;
+concept AnyRecord = one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut,
+                           QuantizeArgs, GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs,
+                           Epilogue, GemmArgs, GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs,
+                           NormRowsArgs, LinearArgs, Routing, MoeGemmArgs, MoeAlignArgs,
+                           MoeCombineArgs, sm90::DecodeArgs, sm90::Nvfp4Args, sm90::Nvfp4Side,
+                           sm90::Nvfp4QuantizeArgs, sm90::Nvfp4FinishArgs, sm90::Nvfp4MultiplyArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>

@@ -274,6 +274,7 @@ void bind_nvfp4(py::module_& m) {
       .field("w_scales", &Nvfp4Args::w_scales)
       .field("scale", &Nvfp4Args::scale)
       .field("scale_rows", &Nvfp4Args::scale_rows)
+      .field("factors", &Nvfp4Args::factors)
       .field("square", &Nvfp4Args::square)
       .field("k_first", &Nvfp4Args::k_first)
       .field("x", &Nvfp4Args::x)
@@ -308,6 +309,27 @@ void bind_nvfp4(py::module_& m) {
       .part("execution", &Nvfp4FinishArgs::execution, "")
       .add_to(m, "Nvfp4FinishArgs");
   bind_call(m, "nvfp4_finish", nvfp4_finish);
+  Record<Nvfp4MultiplyArgs>()
+      .field("m", &Nvfp4MultiplyArgs::m)
+      .field("n", &Nvfp4MultiplyArgs::n)
+      .field("k", &Nvfp4MultiplyArgs::k)
+      .field("lhs", &Nvfp4MultiplyArgs::lhs)
+      .field("rhs", &Nvfp4MultiplyArgs::rhs)
+      .field("lhs_k_first", &Nvfp4MultiplyArgs::lhs_k_first)
+      .field("rhs_k_first", &Nvfp4MultiplyArgs::rhs_k_first)
+      .field("of_lhs", &Nvfp4MultiplyArgs::of_lhs)
+      .field("of_rhs", &Nvfp4MultiplyArgs::of_rhs)
+      .field("bias", &Nvfp4MultiplyArgs::bias)
+      .field("bias_dtype", &Nvfp4MultiplyArgs::bias_dtype)
+      .field("out", &Nvfp4MultiplyArgs::out)
+      .field("ldo", &Nvfp4MultiplyArgs::ldo)
+      .field("out_dtype", &Nvfp4MultiplyArgs::out_dtype)
+      .field("accumulate", &Nvfp4MultiplyArgs::accumulate)
+      .field("has_factors", &Nvfp4MultiplyArgs::has_factors)
+      .part("execution", &Nvfp4MultiplyArgs::execution, "")
+      .add_to(m, "Nvfp4MultiplyArgs");
+  m.def("nvfp4_multiply_workspace", &nvfp4_multiply_workspace);
+  bind_call(m, "nvfp4_multiply", nvfp4_multiply);
   Record<Nvfp4Side>()
       .field("codes", &Nvfp4Side::codes)
       .field("scales", &Nvfp4Side::scales)

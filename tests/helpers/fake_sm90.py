@@ -22,9 +22,12 @@ from fake_sm90_norm_rows import NormRowsArgs, normalize_rows  # noqa: F401
 from fake_sm90_nvfp4 import (  # noqa: F401
     Nvfp4Args,
     Nvfp4FinishArgs,
+    Nvfp4MultiplyArgs,
     Nvfp4QuantizeArgs,
     nvfp4_finish,
     nvfp4_from_rows,
+    nvfp4_multiply,
+    nvfp4_multiply_workspace,
     nvfp4_quantize,
 )
 from torch import Tensor

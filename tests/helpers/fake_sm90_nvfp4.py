@@ -40,6 +40,11 @@ class Nvfp4FinishArgs(_Record):
     lhs_rows = rhs_rows = accumulate = False
 
 
+class Nvfp4MultiplyArgs(_Record):
+    of_lhs = of_rhs = bias = 0
+    lhs_k_first = rhs_k_first = accumulate = has_factors = False
+
+
 def _format(args, side: str) -> formats.Format:
     name = "nvfp4_16x16" if args.square else "nvfp4"
     name = "nvfp4_rows" if getattr(args, f"{side}_scale_rows", False) else name
@@ -91,7 +96,31 @@ def nvfp4_from_rows(args) -> int:
     return 0
 
 
+def nvfp4_multiply_workspace() -> int:
+    return 16
+
+
+def nvfp4_multiply(args) -> int:
+    from fake_sm90 import at
+
+    def side(name: str, rows: int) -> Tensor:
+        k_first = getattr(args, f"{name}_k_first")
+        made = at(
+            getattr(args, name), (args.k, rows) if k_first else (rows, args.k), torch.bfloat16
+        )
+        return (made.t() if k_first else made).float()
+
+    args.lhs_rows = args.rhs_rows = False
+    return _finish(args, side("lhs", args.m) @ side("rhs", args.n).t())
+
+
 def nvfp4_finish(args) -> int:
+    from fake_sm90 import at
+
+    return _finish(args, at(args.sums, (args.m, args.n), torch.float32))
+
+
+def _finish(args, made: Tensor) -> int:
     from fake_sm90 import _DTYPES, at
 
     def scale(side: str, shape: tuple[int, ...]) -> Tensor | float:
@@ -99,7 +128,6 @@ def nvfp4_finish(args) -> int:
         shape = shape if getattr(args, f"{side}_rows") else ()
         return at(place, shape, torch.float32) if place else 1.0
 
-    made = at(args.sums, (args.m, args.n), torch.float32)
     made = made * (scale("lhs", (args.m, 1)) * scale("rhs", (args.n,)))
     if args.bias:
         made = made + at(args.bias, (args.n,), _DTYPES[args.bias_dtype]).float()

@@ -39,6 +39,7 @@ struct Nvfp4Args {
   const uint8_t* w_scales = nullptr;
   const float* scale = nullptr;  // of the tensor, of every matrix; of values: null is 1
   bool scale_rows = false;       // or of each of its rows
+  float* factors = nullptr;      // of values: has `scale` and a 0 then, which they are not times
   bool square = false;           // of plain codes: blocks are 16 x 16
   bool k_first = false;          // likewise: they lie [k, n], one a byte, and so do scales and out
   const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
@@ -103,6 +104,28 @@ struct Nvfp4FinishArgs {
   Execution execution;
 };
 Status nvfp4_finish(const Nvfp4FinishArgs& args);
+
+// out[m, n] = (of_lhs * of_rhs) * (lhs @ rhs^T) + bias + out, in fp32, rounded once: a product of
+// bf16 values by cublasLt, where the process has it. `out` is bf16 or fp32, a bias bf16 as it is;
+// every row of whole 16 bytes. `out` is added where that is asked for.
+struct Nvfp4MultiplyArgs {
+  int64_t m = 0, n = 0, k = 0;
+  const void* lhs = nullptr;  // [m, k], or [k, m]
+  const void* rhs = nullptr;  // [n, k], or [k, n]
+  bool lhs_k_first = false, rhs_k_first = false;
+  const float* of_lhs = nullptr;  // of the tensor; null: 1
+  const float* of_rhs = nullptr;
+  const void* bias = nullptr;  // [n] or null
+  DType bias_dtype = DType::bf16;
+  void* out = nullptr;  // rows ldo apart
+  int64_t ldo = 0;
+  DType out_dtype = DType::bf16;
+  bool accumulate = false;
+  bool has_factors = false;  // what multiplies the product, and out, are in the workspace already
+  Execution execution;
+};
+int64_t nvfp4_multiply_workspace();
+Status nvfp4_multiply(const Nvfp4MultiplyArgs& args);
 
 // What plain codes stand for: out [n, k] (or [k, n]), compact, is codes * block scales, times
 // `scale` in fp32 where that is not null, rounded. Without x and groups; any dtype.

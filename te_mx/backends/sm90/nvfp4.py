@@ -17,7 +17,7 @@ from te_mx.backends.reference.grouped import QuantizeWeightsReference
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.layouts.nvfp4 import FORMATS, ROWS, SM90_NVFP4, SM90_VALUES
+from te_mx.backends.sm90.layouts.nvfp4 import FORMATS, QUAD, ROWS, SM90_NVFP4, SM90_VALUES
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Quantize, Ran
 from te_mx.dispatch.calls import Product as Multiply
@@ -29,6 +29,7 @@ from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.runtime import workspace
 
 PRODUCT = "sm90_nvfp4"
 _NARROW = torch.bfloat16, torch.float16
@@ -62,9 +63,19 @@ class _Sized:
         return args, whole
 
 
+# Rows from which values of weights in memory, so many bytes of them at a time, are faster than to
+# make them where they are multiplied.
+_MANY, _BAND = 1536, 256 << 20
+
+
 class FrozenProducts(_Sized):
     def __init__(self, p: Problem) -> None:
         super().__init__(p, p.m, p.n, p.k)
+        # NVIDIA H200, eight shapes: a long k and whole waves are as fast from codes.
+        fused = p.k >= 8192 and p.n <= 16384 and p.m < 4096
+        self.by_values = p.m >= _MANY and not fused and not p.groups and p.dtype == torch.bfloat16
+        self.whole = self.native.Nvfp4MultiplyArgs(m=p.m, n=p.n, k=p.k, ldo=p.n, device=self.index)
+        self.whole.workspace_bytes = self.native.nvfp4_multiply_workspace()
 
     def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
         x, weight, bias, out_dtype, offs, act, gate = call
@@ -76,6 +87,9 @@ class FrozenProducts(_Sized):
         if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.stride(0) < k or x_MK.data_ptr() % 16:
             x_MK = pad(x_MK.clone(memory_format=torch.contiguous_format), (0, -k % 8))
         y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
+        plain = self.by_values and act is None and x_MK.is_contiguous()
+        if plain and self.multiply(x_MK, weight, bias, y):
+            return y, PRODUCT
         args, _alive = self.of(weight)
         args.x, args.ldx, args.x_dtype = x_MK.data_ptr(), x_MK.stride(0), FLOAT_DTYPES[x.dtype]
         args.out, args.ldo, args.out_dtype = y.data_ptr(), n, FLOAT_DTYPES[out_dtype]
@@ -88,6 +102,38 @@ class FrozenProducts(_Sized):
         if act is not None:
             args.activates, args.act = True, ACT_IDS[act]
         return (y, PRODUCT) if binding.supported(self.native.nvfp4_product(args)) else None
+
+    def multiply(
+        self, x_MK: Tensor, weight: Operand | Stack, bias: Tensor | None, y: Tensor
+    ) -> bool:
+        """By values of the weight and cublasLt, whose factor is the tensor scale."""
+        _, n, k = self.sizes
+        args, whole = self.of(weight)
+        if whole is None or whole.dim() or k % 8:
+            return False
+        band = min(n, max(ROWS, _BAND // (2 * k) // ROWS * ROWS))
+        values = torch.empty((band, k), dtype=torch.bfloat16, device=x_MK.device)
+        scratch = workspace.acquire(x_MK.device, self.whole.workspace_bytes)
+        args.ldo, args.out, args.factors = k, values.data_ptr(), pointer(scratch)
+        product = self.whole.copy(
+            lhs=x_MK.data_ptr(), rhs=values.data_ptr(), has_factors=True, stream=args.stream,
+            out_dtype=FLOAT_DTYPES[y.dtype], workspace=pointer(scratch),
+        )  # fmt: skip
+        bias = None if bias is None else bias.contiguous()
+        ran = True
+        for first in range(0, n, band):
+            args.n = product.n = min(band, n - first)
+            block = first // ROWS * -(-k // QUAD)
+            args.w, args.w_scales = (
+                part[block:].data_ptr() for part in (weight.codes, weight.scales)
+            )
+            product.out = y.data_ptr() + first * y.element_size()
+            if bias is not None:
+                product.bias, product.bias_dtype = typed_address(bias[first:])
+            ran = ran and binding.supported(self.native.nvfp4_to_values(args))
+            ran = ran and binding.supported(self.native.nvfp4_multiply(product))
+        workspace.release(scratch, self.whole.workspace_bytes)
+        return ran
 
 
 class Product(FrozenKernel):
@@ -192,17 +238,26 @@ class Convert(Kernel):
 
 class Products:
     """Products by cuBLAS, with fp32 sums, of what bf16 holds of both sides, codes times block
-    scales; a kernel brings tensor scales and bias to the sums."""
+    scales. Scales of tensors, and bias, are the factor and the end of the product; what cublasLt
+    does not take, scales of rows too, comes to the sums by a kernel."""
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index = binding.native(), p.place.index
         self.record = self.native.Nvfp4FinishArgs(m=p.m, n=p.n, device=self.index)
+        self.nbytes = self.native.nvfp4_multiply_workspace()
+        self.whole = self.native.Nvfp4MultiplyArgs(
+            m=p.m, n=p.n, k=p.k, device=self.index, workspace_bytes=self.nbytes
+        )
 
     def __call__(self, p: Multiply) -> Ran:
         lhs, rhs, epilogue, out = p.lhs, p.rhs, p.epilogue, p.out
-        sums = torch.mm(_values(lhs), _values(rhs).t(), out_dtype=torch.float32)
-        bias = epilogue.bias
-        if out.is_contiguous() and epilogue._replace(bias=None, accumulate=False) == Epilogue():
+        left, right, bias = _values(lhs), _values(rhs), epilogue.bias
+        plain = epilogue._replace(bias=None, accumulate=False) == Epilogue() and out.is_contiguous()
+        bias = None if bias is None else bias.contiguous()
+        if plain and self.multiply(lhs, rhs, left, right, bias, epilogue.accumulate, out):
+            return Ran(PRODUCT, None)
+        sums = torch.mm(left, right.t(), out_dtype=torch.float32)
+        if plain:
             args = self.record.copy(
                 sums=sums.data_ptr(), out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype],
                 accumulate=epilogue.accumulate, stream=binding.stream(self.index),
@@ -212,13 +267,34 @@ class Products:
                     setattr(args, f"of_{side}", whole.data_ptr())
                     setattr(args, f"{side}_rows", whole.dim() >= 2)
             if bias is not None:
-                bias = bias.contiguous()
                 args.bias, args.bias_dtype = typed_address(bias)
             if binding.supported(self.native.nvfp4_finish(args)):
                 return Ran(PRODUCT, None)
         of_operand = lhs.values().sum(1) if epilogue.bias_grad == "operand" else None
         sums *= whole_of(lhs, rhs)
         return Ran(PRODUCT, finish(sums, of_operand, epilogue, out, p.aux))
+
+    def multiply(
+        self, lhs: Operand, rhs: Operand, left: Tensor, right: Tensor, bias: Tensor | None,
+        accumulate: bool, out: Tensor,
+    ) -> bool:  # fmt: skip
+        scales = lhs.tensor_scale, rhs.tensor_scale
+        lie = [one.is_contiguous() or one.t().is_contiguous() for one in (left, right)]
+        if not all(lie) or any(whole is not None and whole.dim() for whole in scales):
+            return False
+        scratch = workspace.acquire(out.device, self.nbytes)
+        args = self.whole.copy(
+            lhs=left.data_ptr(), rhs=right.data_ptr(), lhs_k_first=not left.is_contiguous(),
+            rhs_k_first=not right.is_contiguous(), of_lhs=pointer(scales[0]),
+            of_rhs=pointer(scales[1]), out=out.data_ptr(), ldo=out.shape[1],
+            out_dtype=FLOAT_DTYPES[out.dtype],
+            accumulate=accumulate, workspace=pointer(scratch), stream=binding.stream(self.index),
+        )  # fmt: skip
+        if bias is not None:
+            args.bias, args.bias_dtype = typed_address(bias)
+        ran = binding.supported(self.native.nvfp4_multiply(args))
+        workspace.release(scratch, self.nbytes)
+        return ran
 
 
 def _values(side: Operand) -> Tensor:

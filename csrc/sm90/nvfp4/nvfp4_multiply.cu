@@ -1,0 +1,196 @@
+// Products of what bf16 holds of NVFP4, with the factor of tensor scales on the device: by cublasLt
+// of the process, if there is one, which torch has loaded. Its few functions and numbers stand
+// here, so that nothing is linked and nothing is needed to build.
+#include <dlfcn.h>
+
+#include <array>
+#include <map>
+#include <mutex>
+
+#include "common/formats.h"
+#include "common/launch.h"
+#include "mxtile/sm90/barrier.cuh"
+#include "te_mx/sm90_nvfp4.h"
+
+namespace te_mx::sm90 {
+
+namespace tile = mxtile::sm90;
+
+namespace {
+
+// cublasLt.h of CUDA 12 and 13.
+using Handle = void*;
+using Object = void*;
+constexpr int kFloat32 = 0, kBfloat16 = 14, kCompute32 = 68;              // types
+constexpr int kPointerMode = 2, kTransA = 3, kTransB = 4, kEpilogue = 7;  // of a product
+constexpr int kBias = 8, kBiasType = 26;
+constexpr int kOnDevice = 1, kTransposed = 1, kWithBias = 4;
+constexpr int kMostWorkspace = 1;                               // of a preference
+constexpr size_t kFactors = 256, kWorkspace = size_t{8} << 20;  // bytes
+struct Found {
+  uint64_t algorithm[8];
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+
+struct Library {
+  int (*create)(Handle*);
+  int (*product)(Object*, int, int);
+  int (*drop_product)(Object);
+  int (*set)(Object, int, const void*, size_t);
+  int (*matrix)(Object*, int, uint64_t, uint64_t, int64_t);
+  int (*drop_matrix)(Object);
+  int (*preference)(Object*);
+  int (*drop_preference)(Object);
+  int (*prefer)(Object, int, const void*, size_t);
+  int (*find)(Handle, Object, Object, Object, Object, Object, Object, int, Found*, int*);
+  int (*multiply)(Handle, Object, const void*, const void*, Object, const void*, Object,
+                  const void*, const void*, Object, void*, Object, const uint64_t*, void*, size_t,
+                  void*);
+  bool there = false;
+
+  Library() {
+    void* lib = nullptr;
+    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"})
+      if (lib == nullptr) lib = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    if (lib == nullptr) return;
+    const auto take = [lib](auto& f, const char* name) {
+      f = reinterpret_cast<std::remove_reference_t<decltype(f)>>(dlsym(lib, name));
+      return f != nullptr;
+    };
+    there = take(create, "cublasLtCreate") && take(product, "cublasLtMatmulDescCreate") &&
+            take(drop_product, "cublasLtMatmulDescDestroy") &&
+            take(set, "cublasLtMatmulDescSetAttribute") &&
+            take(matrix, "cublasLtMatrixLayoutCreate") &&
+            take(drop_matrix, "cublasLtMatrixLayoutDestroy") &&
+            take(preference, "cublasLtMatmulPreferenceCreate") &&
+            take(drop_preference, "cublasLtMatmulPreferenceDestroy") &&
+            take(prefer, "cublasLtMatmulPreferenceSetAttribute") &&
+            take(find, "cublasLtMatmulAlgoGetHeuristic") && take(multiply, "cublasLtMatmul");
+  }
+};
+
+// What one call describes to the library; gone with it.
+class Call {
+ public:
+  explicit Call(const Library& lib) : lib_(lib) {}
+  ~Call() {
+    if (product != nullptr) lib_.drop_product(product);
+    for (Object one : {a, b, d})
+      if (one != nullptr) lib_.drop_matrix(one);
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  bool set(int attribute, int value) {
+    return lib_.set(product, attribute, &value, sizeof value) == 0;
+  }
+
+  Object product = nullptr, a = nullptr, b = nullptr, d = nullptr;
+
+ private:
+  const Library& lib_;
+};
+
+// Handles of devices and algorithms of sizes.
+struct Known {
+  std::mutex mutex;
+  std::map<int, Handle> handles;
+  std::map<std::array<int64_t, 6>, Found> found;
+};
+
+__global__ void nvfp4_factors(const float* lhs, const float* rhs, float* factors, bool accumulate) {
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  factors[0] = (lhs == nullptr ? 1.0f : *lhs) * (rhs == nullptr ? 1.0f : *rhs);
+  factors[1] = accumulate ? 1.0f : 0.0f;
+}
+
+}  // namespace
+
+int64_t nvfp4_multiply_workspace() { return static_cast<int64_t>(kFactors + kWorkspace); }
+
+Status nvfp4_multiply(const Nvfp4MultiplyArgs& a) {
+  static const Library lib;
+  static Known known_ones;
+  if (a.m < 1 || a.n < 1 || a.k < 1 || a.lhs == nullptr || a.rhs == nullptr || a.out == nullptr ||
+      a.ldo < a.n || a.execution.workspace == nullptr ||
+      a.execution.workspace_bytes < nvfp4_multiply_workspace())
+    return Status::bad_argument;
+  // Every row starts at whole 16 bytes.
+  const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  const int64_t of_lhs = a.lhs_k_first ? a.m : a.k, of_rhs = a.rhs_k_first ? a.n : a.k;
+  if (!lib.there || of_lhs % 8 != 0 || of_rhs % 8 != 0 || a.ldo % 8 != 0 || !whole(a.lhs) ||
+      !whole(a.rhs) || !whole(a.out))
+    return Status::unsupported;
+  if (a.out_dtype == DType::f16 ||
+      (a.bias != nullptr && (a.out_dtype != DType::bf16 || a.bias_dtype != DType::bf16)))
+    return Status::unsupported;
+  // Of matrices whose columns are contiguous: D^T [n, m] = rhs [n, k] lhs^T [k, m].
+  Call call(lib);
+  const int type = a.out_dtype == DType::f32 ? kFloat32 : kBfloat16;
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  bool ok = lib.product(&call.product, kCompute32, kFloat32) == 0 &&
+            lib.matrix(&call.a, kBfloat16, u(of_rhs), u(a.rhs_k_first ? a.k : a.n), of_rhs) == 0 &&
+            lib.matrix(&call.b, kBfloat16, u(of_lhs), u(a.lhs_k_first ? a.k : a.m), of_lhs) == 0 &&
+            lib.matrix(&call.d, type, u(a.n), u(a.m), a.ldo) == 0 &&
+            call.set(kPointerMode, kOnDevice) &&
+            call.set(kTransA, a.rhs_k_first ? 0 : kTransposed) &&
+            call.set(kTransB, a.lhs_k_first ? kTransposed : 0);
+  if (a.bias != nullptr)
+    ok = ok && call.set(kEpilogue, kWithBias) && call.set(kBiasType, kBfloat16) &&
+         lib.set(call.product, kBias, &a.bias, sizeof a.bias) == 0;
+  if (!ok) return Status::unsupported;
+  int device = 0;
+  cudaGetDevice(&device);
+  const auto bit = [](bool is, int at) { return int64_t{is} << at; };
+  const std::array<int64_t, 6> key{a.m,
+                                   a.n,
+                                   a.k,
+                                   a.ldo,
+                                   device,
+                                   bit(a.lhs_k_first, 0) | bit(a.rhs_k_first, 1) |
+                                       bit(type == 0, 2) | bit(a.bias != nullptr, 3) |
+                                       bit(a.accumulate, 4)};
+  Handle handle = nullptr;
+  Found found{};
+  {
+    const std::lock_guard lock(known_ones.mutex);
+    Handle& own = known_ones.handles[device];
+    if (own == nullptr && lib.create(&own) != 0) return Status::unsupported;
+    handle = own;
+    const auto at = known_ones.found.find(key);
+    if (at != known_ones.found.end()) {
+      found = at->second;
+    } else {
+      Object wanted = nullptr;
+      int count = 0;
+      const uint64_t most = kWorkspace;
+      found.state = 1;
+      if (lib.preference(&wanted) == 0) {
+        if (lib.prefer(wanted, kMostWorkspace, &most, sizeof most) != 0 ||
+            lib.find(handle, call.product, call.a, call.b, call.d, call.d, wanted, 1, &found,
+                     &count) != 0 ||
+            count == 0)
+          found.state = 1;
+        lib.drop_preference(wanted);
+      }
+      known_ones.found.emplace(key, found);
+    }
+  }
+  if (found.state != 0) return Status::unsupported;
+  auto* const factors = static_cast<float*>(a.execution.workspace);
+  uint8_t* const room = static_cast<uint8_t*>(a.execution.workspace) + kFactors;
+  if (!a.has_factors) {
+    const Status status = launch_early(nvfp4_factors, {dim3(1), dim3(1), a.execution.stream},
+                                       a.of_lhs, a.of_rhs, factors, a.accumulate);
+    if (status != Status::ok) return status;
+  }
+  const int failed =
+      lib.multiply(handle, call.product, factors, a.rhs, call.a, a.lhs, call.b, factors + 1, a.out,
+                   call.d, a.out, call.d, found.algorithm, room, kWorkspace, a.execution.stream);
+  return failed == 0 ? Status::ok : Status::unsupported;
+}
+
+}  // namespace te_mx::sm90
