@@ -37,6 +37,9 @@ struct SplitProblem {
 // 1: K in one piece.
 int num_splits(const SplitProblem& p);
 
+// Rows of a block of `nvfp4` above 64 rows, 128 or 256.
+int nvfp4_block(int64_t m, int64_t n, int64_t k, int sms);
+
 // Parts that one kind may have, and of clusters: more CTAs do not all find room beside each other
 // in a GPC, and so do fewer multiprocessors than there are, in percent, where a cluster has more
 // than two.

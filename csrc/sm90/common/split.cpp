@@ -91,18 +91,40 @@ int parts_of_wide(const SplitProblem& p) {
   return cluster_of(tiles, 290 * int64_t{p.sms} / 100, p.k);
 }
 
-// The same, of tiles of 64. Of groups there are several products.
-int parts_of_nvfp4(const SplitProblem& p) {
+// The same, of tiles of 64. Of groups there are several products. Above 64 rows nothing has to be
+// as of others: a CTA for nearly every SM is better than more.
+int parts_of_nvfp4_few(const SplitProblem& p) {
   const bool grouped = p.groups > 0, few = grouped || p.m <= 64;
-  const int64_t blocks = few ? 1 : ceil_div(p.m, p.block);
-  if (few || p.block <= 64)
-    return cluster_of(ceil_div(p.n * blocks, 64), 2 * (grouped ? p.sms / 4 : p.sms * 31 / 20), p.k);
-  // CTAs that have an SM alone: as many as run at once in clusters of so many.
-  constexpr int kAtOnce[] = {132, 66, 42, 30, 24, 17};
-  const int64_t all = ceil_div(p.n, 128) * blocks;
-  int cluster = 6;
-  while (cluster > 1 && all > kAtOnce[cluster - 1]) --cluster;
-  return static_cast<int>(std::min<int64_t>(cluster, steps_of(p.k)));
+  const int64_t tiles = ceil_div(p.n, 64) * (few ? 1 : ceil_div(p.m, p.block));
+  const int64_t whole = p.sms / tiles;
+  if (!few && whole > 0 && whole <= 8 && 10 * whole * tiles >= 9 * p.sms)
+    return static_cast<int>(std::min(whole, steps_of(p.k)));
+  return cluster_of(tiles, 2 * (grouped ? p.sms / 4 : p.sms * 31 / 20), p.k);
+}
+
+// Clocks of blocks of more than 64 rows, whose CTAs have an SM alone, with k in so many parts
+// (NVIDIA H200, eight shapes, 128 to 2,048 rows, 2026-11-29): steps, the launch, a CTA's next tile,
+// sums that are exchanged.
+constexpr double kManyStep = 150, kManyLaunch = 6000, kManyTile = 1500, kManySums = 2000;
+constexpr int kManyMost = 6;
+
+double many_clocks(const SplitProblem& p, int parts) {
+  // So many run at once, in clusters.
+  constexpr int kAtOnce[kManyMost] = {132, 66, 42, 30, 24, 17};
+  const int64_t tiles = ceil_div(p.n, 128) * ceil_div(p.m, p.block);
+  const auto waves = static_cast<double>(ceil_div(tiles, kAtOnce[parts - 1]));
+  const auto rows = static_cast<double>(p.block);
+  const double steps = static_cast<double>(ceil_div(steps_of(p.k), parts)) * (8 * rows + kManyStep);
+  const double sums = parts == 1 ? 0.0 : waves * (45 * rows + kManySums);
+  return waves * steps + kManyLaunch + kManyTile * (waves - 1) + sums;
+}
+
+int parts_of_nvfp4(const SplitProblem& p) {
+  if (p.block <= 64 || p.groups > 0) return parts_of_nvfp4_few(p);
+  int best = 1;
+  for (int parts = 2; parts <= std::min<int64_t>(kManyMost, steps_of(p.k)); ++parts)
+    if (many_clocks(p, parts) < many_clocks(p, best)) best = parts;
+  return best;
 }
 
 // ----------------------------------------------------------------------------------------- decode
@@ -191,6 +213,14 @@ int num_splits(const SplitProblem& p) {
       return parts_of_routed(p);
   }
   return 1;
+}
+
+int nvfp4_block(int64_t m, int64_t n, int64_t k, int sms) {
+  SplitProblem small{SplitKind::nvfp4, n, k, sms, 0, m, 128}, large = small;
+  large.block = 256;
+  const bool is_large = m > 128 && many_clocks(large, parts_of_nvfp4(large)) <
+                                       many_clocks(small, parts_of_nvfp4(small));
+  return is_large ? 256 : 128;
 }
 
 DecodeSplit decode_split_of(int index, int64_t n, int sms) {

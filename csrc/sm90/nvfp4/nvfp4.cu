@@ -4,7 +4,7 @@
 #include "common/formats.h"
 #include "common/launch.h"
 #include "mxtile/sm90/tensor_map.h"
-#include "nvfp4/nvfp4_kernel.cuh"
+#include "nvfp4/nvfp4_many.cuh"
 #include "te_mx/sm90_split.h"
 
 namespace te_mx::sm90 {
@@ -38,45 +38,69 @@ int cluster_of(const Nvfp4Args& a) {
       {SplitKind::nvfp4, a.n, a.k, current_device().sms, a.groups.count, a.m, Math::kCols});
 }
 
+// What both kernels are told, and x.
 template <class Math>
-Status run(const Nvfp4Args& a) {
-  Nvfp4Params p;
+bool prepare(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) {
   p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.scale_rows = a.scale_rows,
   p.n = static_cast<int>(a.n);
   p.groups = (p.n + kNvfp4Rows - 1) / kNvfp4Rows;
   p.quads = static_cast<int>((a.k + kNvfp4Quad - 1) / kNvfp4Quad);
   p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
-  DecodeRows rows;
   rows.m = static_cast<int>(a.m), rows.most = Math::kCols;
   if (a.groups.count > 0) rows.groups = group_table(a.groups);
   p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
-  const int tiles = tiles_of<Math>(p.groups);
   p.cluster = std::min(a.execution.kernel > 0 ? a.execution.kernel : cluster_of<Math>(a), p.quads);
   p.parts = shares_of(p.quads, p.cluster);
-  const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
-  p.stages = room.stages, p.sums_at = room.sums_at;
-  if (p.stages < 1) return Status::unsupported;
-  CUtensorMap map;
   const auto type =
       Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  if (!mxtile::sm90::tensor_map_2d(map, type, 2, a.x, a.m, a.k, a.ldx * 2, Math::kCols))
-    return Status::unsupported;
-  const int64_t ctas = int64_t{tiles} * p.blocks * p.cluster;
-  if (ctas > INT32_MAX) return Status::unsupported;
-  const auto kernel = &nvfp4_kernel<Math>;
+  return mxtile::sm90::tensor_map_2d(x, type, 2, a.x, a.m, a.k, a.ldx * 2, Math::kCols);
+}
+
+template <class Math, class Kernel>
+Status start(const Nvfp4Args& a, Kernel kernel, int64_t clusters, int bytes, int most,
+             const CUtensorMap& x, const Nvfp4Params& p, const DecodeRows& rows) {
+  if (clusters * p.cluster > INT32_MAX) return Status::unsupported;
   static thread_local int prepared = -1;  // the device whose limit is raised
   int device = 0;
   cudaGetDevice(&device);
   if (prepared != device) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Math::kSmem);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     if (error != cudaSuccess) return started(error);
     prepared = device;
   }
-  const dim3 grid(static_cast<unsigned>(ctas));
-  const int bytes = std::max(room.bytes, Math::kLeastSmem);
-  return launch_early(kernel, {grid, Math::kThreads, a.execution.stream, bytes, p.cluster}, map, p,
+  const dim3 grid(static_cast<unsigned>(clusters * p.cluster));
+  return launch_early(kernel, {grid, Math::kThreads, a.execution.stream, bytes, p.cluster}, x, p,
                       rows);
+}
+
+template <class Math>
+Status run(const Nvfp4Args& a) {
+  Nvfp4Params p;
+  DecodeRows rows;
+  CUtensorMap x;
+  if (!prepare<Math>(a, p, rows, x)) return Status::unsupported;
+  const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
+  p.stages = room.stages, p.sums_at = room.sums_at;
+  if (p.stages < 1) return Status::unsupported;
+  const int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
+  const int bytes = std::max(room.bytes, Math::kLeastSmem);
+  return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, Math::kSmem, x, p, rows);
+}
+
+// The same of many rows.
+template <class Math>
+Status run_many(const Nvfp4Args& a) {
+  Nvfp4Params p;
+  DecodeRows rows;
+  CUtensorMap x;
+  if (!prepare<Math>(a, p, rows, x)) return Status::unsupported;
+  // Where 16 bits of out are all there is to write, in whole 16 bytes.
+  p.walks = p.cluster == 1 && a.groups.count == 0 && !a.activates && a.out_dtype != DType::f32 &&
+            a.ldo % 8 == 0 && a.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
+  int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
+  if (p.walks) clusters = std::min<int64_t>(clusters, current_device().sms);
+  return start<Math>(a, &nvfp4_many<Math>, clusters, Math::kSmem, Math::kSmem, x, p, rows);
 }
 
 // Rows that may meet one matrix: of groups twice as many as on average.
@@ -89,26 +113,20 @@ int64_t rows_of(const Nvfp4Args& a) {
 // NOTE: up to 64 rows all in one way, so that a row has the same sums.
 Status run_bf16(const Nvfp4Args& a) {
   const int64_t m = rows_of(a);
-  if (m <= 8) return run<Nvfp4Math<8, 1, 2, 2, false>>(a);
-  if (m <= 16) return run<Nvfp4Math<16, 1, 2, 2, false>>(a);
-  if (m <= 32) return run<Nvfp4Math<32, 1, 2, 2, false>>(a);
-  const bool thin = a.n <= 4096 && m <= 128;
-  if (m <= 64 || thin) return run<Nvfp4Math<64, 1, 2, 2, false>>(a);
-  // Blocks of 256 rows are faster, but for what their last wave leaves idle.
-  const int64_t sms = current_device().sms, tiles = (a.n + 127) / 128;
-  const auto waves = [&](int64_t rows) {
-    return (tiles * ((a.m + rows - 1) / rows) + sms - 1) / sms;
-  };
-  const bool idle = waves(256) > 1 && 11 * waves(128) < 20 * waves(256);
-  return m <= 256 || idle ? run<Nvfp4Math<128, 2, 1, 1, false>>(a)
-                          : run<Nvfp4Math<256, 2, 1, 1, false>>(a);
+  if (m <= 8) return run<Nvfp4Math<8, false>>(a);
+  if (m <= 16) return run<Nvfp4Math<16, false>>(a);
+  if (m <= 32) return run<Nvfp4Math<32, false>>(a);
+  const bool thin = a.n <= 3072 && m <= 128;
+  if (m <= 64 || thin) return run<Nvfp4Math<64, false>>(a);
+  return nvfp4_block(m, a.n, a.k, current_device().sms) == 128 ? run_many<Nvfp4Many<128, false>>(a)
+                                                               : run_many<Nvfp4Many<256, false>>(a);
 }
 
 Status run_f16(const Nvfp4Args& a) {
   const int64_t m = rows_of(a);
-  return m <= 8    ? run<Nvfp4Math<8, 1, 2, 2, true>>(a)
-         : m <= 64 ? run<Nvfp4Math<64, 1, 2, 2, true>>(a)
-                   : run<Nvfp4Math<256, 2, 1, 1, true>>(a);
+  return m <= 8    ? run<Nvfp4Math<8, true>>(a)
+         : m <= 64 ? run<Nvfp4Math<64, true>>(a)
+                   : run_many<Nvfp4Many<256, true>>(a);
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ struct Nvfp4Params {
   bool scale_rows = false;
   int n = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
   int cluster = 1, blocks = 1, stages = 0, sums_at = 0;
-  Shares parts;  // of quads
+  bool walks = false;  // nvfp4_many.cuh
+  Shares parts;        // of quads
   DecodeOut out;
 };
 
@@ -40,24 +41,21 @@ struct Nvfp4Room {
   int stages, sums_at, bytes;
 };
 
-// kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
-template <int kColumns, int kTileGroups, int kSlices, int kCtasOfSm, bool kIsHalf>
+// kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile, whose k two warpgroups
+// have in turn.
+template <int kColumns, bool kIsHalf>
 struct Nvfp4Math {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf;
-  static constexpr int kCols = kColumns, kGroups = kTileGroups, kParts = kSlices;
-  static constexpr int kCtas = kCtasOfSm;
+  static constexpr int kCols = kColumns, kGroups = 1, kParts = 2;
   static constexpr int kFloats = kCols / 2;
-  static constexpr bool kManyRegisters = kCols > 128;
-  static constexpr int kWarps = 4 * kGroups, kMath = 32 * kWarps * kParts,
-                       kThreads = kMath + (kManyRegisters ? 128 : 32);
-  // Operands that are made together: registers are few where an SM has many threads.
-  static constexpr int kBatch = kCols > 64 || kMath* kCtas > 576 ? 2 : 4;
+  static constexpr int kWarps = 4 * kGroups, kMath = 32 * kWarps * kParts, kThreads = kMath + 32;
+  static constexpr int kBatch = 4;  // operands that are made together
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
   static constexpr int kFragments = kCols / 8 * kGroups * 4;
   // Never more CTAs on an SM: those of one product would gather on some, of the next on others.
-  static constexpr int kSmem = (kCtas == 1 ? 226 : 112) * 1024;
-  static constexpr int kLeastSmem = (kCtas == 1 ? 114 : 76) * 1024;
+  static constexpr int kSmem = 112 * 1024;
+  static constexpr int kLeastSmem = 76 * 1024;
   static constexpr int sums_bytes(int cluster) {
     return (kFragments + cluster - 1) / cluster * cluster * kParts * 512;
   }
@@ -173,8 +171,7 @@ __device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_
   uint4 codes{};
   uint32_t a[2 * kBatch][4];
   const auto batch = [&](auto b) {
-    // NOTE: while one batch is multiplied, the next is made.
-    if constexpr (b >= 2) tile::wgmma_wait<1>();
+  // NOTE: while one batch is multiplied, the next is made.
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int j = b * kBatch + i;  // of 16 of k
@@ -196,8 +193,6 @@ __device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_
     tile::wgmma_commit();
   };
   batch(std::integral_constant<int, 0>{}), batch(std::integral_constant<int, 1>{});
-  if constexpr (kBatch == 2)
-    batch(std::integral_constant<int, 2>{}), batch(std::integral_constant<int, 3>{});
   tile::wgmma_wait<0>();
   tile::wgmma_pin(d);
 }
@@ -230,7 +225,7 @@ __device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
 }
 
 template <class Math>
-__global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
+__global__ void __launch_bounds__(Math::kThreads, 2)
     nvfp4_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Nvfp4Params p,
                  const __grid_constant__ DecodeRows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -257,7 +252,6 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
   tile::let_dependents_start();
 
   if (warp >= Math::kMath / 32) {
-    if constexpr (Math::kManyRegisters) tile::registers_down<40>();
     if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map);
     __syncwarp();
     if (p.cluster > 1) {
@@ -267,7 +261,6 @@ __global__ void __launch_bounds__(Math::kThreads, Math::kCtas)
     return;
   }
 
-  if constexpr (Math::kManyRegisters) tile::registers_up<232>();
   float d[Math::kFloats] = {};
   // Warpgroups of a tile have one quad, those of its next part the next.
   const int part = warp / Math::kWarps, own = warp - part * Math::kWarps;

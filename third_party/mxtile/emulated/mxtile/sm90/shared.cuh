@@ -7,7 +7,8 @@
 
 namespace mxtile::sm90 {
 
-inline void stmatrix_x4(uint32_t addr, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+template <bool kTurned = false>
+void stmatrix_x4(uint32_t addr, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   struct Lane {
     uint32_t addr, m[4];
   };
@@ -16,13 +17,24 @@ inline void stmatrix_x4(uint32_t addr, uint32_t m0, uint32_t m1, uint32_t m2, ui
     // This lane writes the row whose address it gave.
     uint8_t* const to = simt::place(of[lane].addr, 16, 16);
     for (int i = 0; i < 4; ++i) {
-      const uint32_t v = of[lane % 8 * 4 + i].m[lane / 8];
+      uint32_t v = of[lane % 8 * 4 + i].m[lane / 8];
+      if (kTurned) {  // values 2 i and the one after it of column lane % 8
+        const int shift = lane % 2 * 16;
+        const auto at = [&](int row) {
+          return of[row * 4 + lane % 8 / 2].m[lane / 8] >> shift & 0xFFFF;
+        };
+        v = at(2 * i) | at(2 * i + 1) << 16;
+      }
       std::memcpy(to + 4 * i, &v, 4);
     }
     return 0;
   });
   // Nobody reads what others have not written yet.
   simt::leave(simt::gather(~0u, "stmatrix", "", 0));
+}
+
+inline void stmatrix_x4_turned(uint32_t addr, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  stmatrix_x4<true>(addr, m0, m1, m2, m3);
 }
 
 inline void ldmatrix_x4(uint32_t (&m)[4], uint32_t addr) {

@@ -15,6 +15,14 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t addr, uint32_t m0, uint32_t
                : "memory");
 }
 
+// The same of the four matrices turned: the row whose address a lane gives is a column of values.
+__device__ __forceinline__ void stmatrix_x4_turned(uint32_t addr, uint32_t m0, uint32_t m1,
+                                                   uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+
 // Loads four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8
 // and gets values 2 (l % 4), + 1 of row l / 4 of each. Lanes that give the same address share its
 // bytes.

@@ -1,0 +1,296 @@
+// Many rows of x, bf16 or fp16, times NVFP4 weights that stand still: the product of
+// nvfp4_kernel.cuh for blocks whose products take longer than weights take to come.
+//
+// Products of a stage are not waited for at its end but in the middle of the next one, so that
+// tensor cores always have some; then the stage is given back. Where nothing is done to sums but to
+// scale them, add a bias and round them, a CTA walks over tiles, and its next stages come
+// meanwhile.
+#pragma once
+
+#include <algorithm>
+
+#include "mxtile/sm90/shared.cuh"
+#include "nvfp4/nvfp4_kernel.cuh"
+
+namespace te_mx::sm90 {
+
+// kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile.
+template <int kColumns, bool kIsHalf>
+struct Nvfp4Many {
+  using Operand = Nvfp4Operand<kIsHalf>;
+  static constexpr bool kHalf = kIsHalf;
+  static constexpr int kCols = kColumns, kGroups = 2;
+  static constexpr int kFloats = kCols / 2, kWarps = 4 * kGroups;
+  static constexpr int kMath = 32 * kWarps, kThreads = kMath + 128;
+  static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
+  static constexpr int kFragments = kCols / 8 * kWarps;
+  static constexpr int kRowBytes = 48, kRoom = 16 * kRowBytes;  // NOTE: eight rows meet all banks
+  static constexpr int kSpace = 226 * 1024 - kWarps * kRoom;
+  static constexpr int kStages =
+      kSpace / (kX + kW) < kNvfp4MostStages ? kSpace / (kX + kW) : kNvfp4MostStages;
+  static constexpr int kRoomAt = kStages * (kX + kW);
+  // Sums of all parts take the place of stages.
+  static constexpr int kSums = (kFragments + kDecodeMaxCluster) * 512;
+  static constexpr int kStaged = kRoomAt + kWarps * kRoom;
+  static constexpr int kSmem = 1024 + (kStaged > kSums ? kStaged : kSums);
+};
+
+template <class Math>
+struct Nvfp4ManyPlace {
+  static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
+  const Nvfp4Params& p;
+  uint8_t* smem;
+  int part, first, length;     // of k; first, length: of its quads
+  uint32_t base, full, empty;  // barriers of stages that are there, were read
+  uint64_t* bars;
+
+  __device__ __forceinline__ Nvfp4ManyPlace(const Nvfp4Params& p, uint8_t* smem)
+      : p(p), smem(smem) {
+    part = static_cast<int>(tile::cluster_rank());
+    const Range quads(p.parts, part);
+    first = quads.first, length = quads.last - first;
+    bars = reinterpret_cast<uint64_t*>(smem);
+    base = tile::smem_addr(smem) + 1024, full = base - 1024, empty = full + 8 * kNvfp4MostStages;
+  }
+  __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kNvfp4MostStages; }
+  __device__ __forceinline__ int mine() const {
+    return (Math::kFragments - part + p.cluster - 1) / p.cluster;
+  }
+  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
+  __device__ __forceinline__ uint32_t w(int s) const {
+    return base + Math::kStages * Math::kX + s * Math::kW;
+  }
+  __device__ __forceinline__ uint32_t w_scales(int s) const {
+    return w(s) + Math::kGroups * kCodes;
+  }
+  __device__ __forceinline__ uint8_t* sums() const { return smem + 1024; }
+  __device__ __forceinline__ void start() const {
+    for (int i = 0; i < Math::kStages; ++i) {
+      tile::mbar_init(bars + i, 1);
+      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kWarps);
+    }
+    tile::mbar_init(sums_bar(), 1);
+    tile::mbar_init_fence();
+    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
+  }
+  // Asks for quad i of the CTA, to stage s, by one thread.
+  __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
+    const uint32_t bar = full + 8 * s;
+    const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
+    tile::mbar_arrive_expect(bar, Math::kX + count * kNvfp4Block);
+    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i;
+#pragma unroll
+    for (int g = 0; g < Math::kGroups; ++g) {
+      if (g < count) {
+        tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, kCodes, bar);
+        tile::bulk_load(w_scales(s) + g * kScales, p.w_scales + from * kScales, kScales, bar);
+      }
+      from += p.quads;
+    }
+  }
+  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int row0, int i, int s) const {
+    const uint32_t bar = full + 8 * s;
+    const int k = (first + i) * kNvfp4Quad;
+    tile::tma_load(x(s), map, bar, k, row0);
+    tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, row0);
+  }
+  // By a whole warp, of which all have read stage s.
+  __device__ __forceinline__ void release(int s) const {
+    // NOTE: with elect_one() ptxas serializes the products behind it (C7513).
+    if (threadIdx.x % 32 == 0) tile::mbar_arrive(bars + kNvfp4MostStages + s);
+  }
+};
+
+// Where tile `index` lies: its block of x, and its tile of weights.
+template <class Math>
+struct Nvfp4ManyTile {
+  int block, tile_n;
+  __device__ __forceinline__ Nvfp4ManyTile(const Nvfp4Params& p, int index) {
+    // Blocks of a band meet a tile one after the other: their x stays in L2.
+    const int tiles = tiles_of<Math>(p.groups);
+    const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
+    const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band);
+    tile_n = inside / width, block = band * kNvfp4Band + inside - tile_n * width;
+  }
+};
+
+template <class Math>
+__global__ void __launch_bounds__(Math::kThreads, 1)
+    nvfp4_many(const __grid_constant__ CUtensorMap map, const __grid_constant__ Nvfp4Params p,
+               const __grid_constant__ DecodeRows given) {
+  using Operand = typename Math::Operand;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = threadIdx.x % 32;
+  const Nvfp4ManyPlace<Math> at(p, smem);
+  const auto begin = static_cast<int>(tile::cluster_index());
+  const auto by = static_cast<int>(tile::cluster_count());
+  const int all = tiles_of<Math>(p.groups) * p.blocks;
+  const Nvfp4ManyTile<Math> own_tile(p, begin);
+  DecodeRows own = given;
+  if (!own.early()) tile::await_predecessors();
+  if (!own.begin(own_tile.block)) return;
+  if (own.group < 0) {
+    const int n = own_tile.tile_n * Math::kGroups * kNvfp4Rows;
+    if (at.part == 0)
+      clear<Math::kThreads>(p.out, own, n, min(p.n, n + Math::kGroups * kNvfp4Rows));
+    return;
+  }
+  if (threadIdx.x == Math::kMath) tile::tma_prefetch(&map), at.start();
+  __syncthreads();
+  tile::let_dependents_start();
+
+  if (warp >= Math::kMath / 32) {
+    tile::registers_down<40>();
+    const bool asks = warp == Math::kMath / 32 && tile::elect_one();
+    const int ahead = min(Math::kStages, at.length);
+    if (asks) {
+      for (int i = 0; i < ahead; ++i) at.ask_weights(own.group, own_tile.tile_n, i, i);
+      if (own.early()) tile::await_predecessors();
+    }
+    __syncwarp();
+    if (asks) {
+      int s = 0, phase = 1, asked = 0;
+#pragma unroll 1
+      for (int index = begin; index < all; index += by) {
+        const Nvfp4ManyTile<Math> t(p, index);
+        const int row0 = index == begin ? own.first : t.block * Math::kCols;
+#pragma unroll 1
+        for (int i = 0; i < at.length; ++i) {
+          tile::mbar_wait(at.empty + 8 * s, phase);
+          if (asked >= ahead) at.ask_weights(own.group, t.tile_n, i, s);
+          ++asked;
+          at.ask_x(&map, row0, i, s);
+          if (++s == Math::kStages) s = 0, phase ^= 1;
+        }
+        if (!p.walks) break;
+      }
+    }
+    __syncwarp();
+    if (p.cluster > 1) tile::cluster_arrive(), tile::cluster_wait();
+    return;
+  }
+
+  tile::registers_up<232>();
+  int s = 0, phase = 0, before = 0;
+  const uint32_t codes0 = at.w(0) + warp * kNvfp4Codes + lane * 16;
+  const uint32_t scales0 = at.w_scales(0) + warp * kNvfp4Scales + lane / 4 * 16;
+  const int64_t matrix0 = int64_t{own.group} * p.n;
+#pragma unroll 1
+  for (int index = begin; index < all; index += by) {
+    const Nvfp4ManyTile<Math> t(p, index);
+    DecodeRows rows = own;
+    if (index != begin) rows.begin(t.block);
+    float d[Math::kFloats] = {};
+#pragma unroll 1
+    for (int i = 0; i < at.length; ++i) {
+      tile::mbar_wait(at.full + 8 * s, phase);
+      const uint32_t x = tile::wgmma_desc_at(at.x(s)), w = codes0 + s * Math::kW;
+      const uint4 four = tile::load_shared16(scales0 + s * Math::kW);
+      const uint32_t scales[4] = {four.x, four.y, four.z, four.w};
+      uint4 codes{};
+      uint32_t a[4][4];
+#pragma unroll
+      for (int two = 0; two < 4; ++two) {  // times 16 of k
+        tile::wgmma_wait<1>();
+        if (two == 1 && i > 0) at.release(before);
+#pragma unroll
+        for (int j = 2 * two; j < 2 * two + 2; ++j) {
+          if (j % 4 == 0) codes = tile::load_shared16(w + j / 4 * 512);
+          const uint32_t word = j % 4 == 0   ? codes.x
+                                : j % 4 == 1 ? codes.y
+                                : j % 4 == 2 ? codes.z
+                                             : codes.w;
+          Operand::make(a[j % 4], word,
+                        j % 2 == 0 ? Operand::template scales<0>(scales[j / 2])
+                                   : Operand::template scales<1>(scales[j / 2]));
+        }
+        tile::wgmma_fence();
+#pragma unroll
+        for (int j = 2 * two; j < 2 * two + 2; ++j)
+          Operand::multiply(d, a[j % 4], x + j / 4 * (Math::kX / 2 / 16) + j % 4 * 2);
+        tile::wgmma_commit();
+      }
+      before = s;
+      if (++s == Math::kStages) s = 0, phase ^= 1;
+    }
+    tile::wgmma_wait<0>();
+    tile::wgmma_pin(d);
+    at.release(before);
+    const int n0 = t.tile_n * Math::kGroups * kNvfp4Rows;
+    if (!p.walks) {
+      if (p.cluster > 1) {
+        tile::cluster_arrive(), tile::cluster_wait();  // all have read their stages
+      } else {
+        tile::named_barrier(2, Math::kMath);
+      }
+      float4* const to = reinterpret_cast<float4*>(at.sums()) + at.part * 32 + lane;
+#pragma unroll
+      for (int j = 0; j < Math::kCols / 8; ++j) {
+        const int fragment = j * Math::kWarps + warp, turn = fragment / p.cluster;
+        const float* const v = d + 4 * j;
+        if (p.cluster == 1) {
+          to[fragment * 32] = {v[0], v[1], v[2], v[3]};
+        } else {
+          tile::send(to + turn * p.cluster * 32,
+                     uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                           __float_as_uint(v[3])},
+                     at.sums_bar(), fragment - turn * p.cluster);
+        }
+      }
+      if (p.cluster > 1) {
+        tile::mbar_wait_sent(at.sums_bar(), 0);
+      } else {
+        tile::named_barrier(2, Math::kMath);
+      }
+      const int l = threadIdx.x % 16, half = l % 2, mine = at.mine();
+      for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
+        const int fragment = at.part + slot * p.cluster, col = fragment / Math::kWarps * 8 + l / 2;
+        const int n = n0 + fragment % Math::kWarps * 16 + half * 8, there = min(8, p.n - n);
+        if (col >= rows.count || there <= 0) continue;
+        const float* const from = reinterpret_cast<const float*>(at.sums()) +
+                                  slot * p.cluster * 128 + l / 4 * 4 + half * 2 + l / 2 % 2;
+        float v[8];
+        add_parts(from, p.cluster, v);
+        const float* const scale = p.scale + (p.scale_rows ? matrix0 + n : int64_t{rows.group});
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          v[i] *= __ldg(scale + (p.scale_rows ? min(i, there - 1) : 0)) * kNvfp4Up;
+        write_eight(p.out, rows.first + col, n, matrix0, there, v);
+      }
+      return;
+    }
+    // 16 rows of x at a time, 32 bytes of each, by the warp's own room.
+    float scale[2], bias[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int n = min(n0 + warp * 16 + lane / 4 + 8 * i, p.n - 1);
+      scale[i] = __ldg(p.scale + (p.scale_rows ? n : 0)) * kNvfp4Up;
+      if (p.out.bias != nullptr) bias[i] = load_number(p.out.bias, n, p.out.bias_dtype);
+    }
+    const uint32_t room = at.base + Math::kRoomAt + warp * Math::kRoom;
+    const uint32_t to = room + (lane / 16 * 8 + lane % 8) * Math::kRowBytes + lane / 8 % 2 * 16;
+    const uint32_t from = room + lane / 2 * Math::kRowBytes + lane % 2 * 16;
+    const int n = n0 + warp * 16 + lane % 2 * 8;
+    auto* const out =
+        static_cast<uint16_t*>(p.out.out) + (int64_t{rows.first} + lane / 2) * p.out.ld + n;
+#pragma unroll
+    for (int j = 0; j < Math::kCols / 8; j += 2) {
+      uint32_t m[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const v = d + 4 * j + 2 * i;
+        m[i] = pair_of(p.out.dtype, v[0] * scale[i % 2] + bias[i % 2],
+                       v[1] * scale[i % 2] + bias[i % 2]);
+      }
+      tile::stmatrix_x4_turned(to, m[0], m[1], m[2], m[3]);
+      __syncwarp();
+      const uint4 v = tile::load_shared16(from);
+      __syncwarp();
+      if (j * 8 + lane / 2 < rows.count && n < p.n)
+        *reinterpret_cast<uint4*>(out + j * 8 * p.out.ld) = v;
+    }
+  }
+}
+
+}  // namespace te_mx::sm90
