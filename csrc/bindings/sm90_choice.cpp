@@ -22,8 +22,8 @@ void check(int64_t m, int64_t n, int64_t k, int sms, int parts = 1) {
                         ", sms=" + std::to_string(sms) + ", parts=" + std::to_string(parts));
 }
 
-constexpr const char* kKinds[kSplitKinds] = {"tiles", "codes", "codes_before", "decode",
-                                             "wide",  "nvfp4", "routed"};
+constexpr const char* kKinds[kSplitKinds] = {"tiles", "codes",   "codes_before", "decode",
+                                             "wide",  "factors", "nvfp4",        "routed"};
 
 }  // namespace
 

@@ -9,7 +9,7 @@ import torch
 
 STREAM_ROWS = 16  # M up to which decode kernels take a problem
 FEW_ROWS = 1 << 9  # M up to which kernels that unpack weights in their main loop take one
-FROZEN_ROWS = 64  # M up to which those of weights that stand still are asked
+FROZEN_ROWS = 64  # and up to which most of those of weights that stand still do
 GROUP_ROWS = 8  # or so many for each group
 AS_IS_ROWS = 1 << 14  # and M up to which they are asked for inputs that are not quantized
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 def frozen_rows(groups: int, as_is: bool = False) -> int:
     """The most rows for which kernels of weights that stand still are asked; 0 groups: of one
     weight. as_is: rows are not quantized."""
-    return max(AS_IS_ROWS if as_is else FROZEN_ROWS, GROUP_ROWS * groups)
+    return max(AS_IS_ROWS if as_is else FEW_ROWS, GROUP_ROWS * groups)
 
 
 _places: dict[tuple[str, int | None, int], Place] = {}

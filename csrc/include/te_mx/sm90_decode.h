@@ -95,6 +95,12 @@ constexpr int wide_rows(int64_t m, int64_t groups = 0) {
   const int rows = decode_rows(m, groups);
   return rows < 16 ? 16 : rows;
 }
+
+// Of one matrix of blockwise FP8 in tiles, and of more rows than so many, a CTA has 128 rows and
+// these of x (decode/factor_tiles.cuh).
+inline constexpr int kFactorTilesFrom = 32;
+constexpr int factor_tile_rows(int64_t m) { return m <= 64 ? 64 : 128; }
+
 // out[m, n] = act(x[m, k] @ w[n, k]^T + bias). With groups, each of them has a w and a bias of its
 // own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
 // quantize(), or of 16 bits as they are; or plain codes with their scales.

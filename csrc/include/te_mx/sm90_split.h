@@ -5,8 +5,8 @@
 //
 // It follows from n, k, the format (`kind`) and the multiprocessors of the GPU, so that a row has
 // the same bits whatever stands beside it. Rows are read where blocks of D alone do not fill the
-// GPU: of `tiles` and `codes`, of which callers say whether K may be cut at all (split_k), and of
-// `nvfp4` above 64 rows. By n and k alone 110 sizes of `tiles` of 1 to 1,024 rows took 5 % longer,
+// GPU: of `factors`, of `tiles` and `codes`, of which callers say whether K may be cut at all
+// (split_k), and of `nvfp4` above 64 rows. By n and k alone 110 sizes of `tiles` of 1 to 1,024 rows took 5 % longer,
 // up to 2.2 times, and 21 of `nvfp4` 35 %, up to 1.8 times (NVIDIA H200, 2026-11-29).
 #pragma once
 
@@ -20,10 +20,11 @@ enum class SplitKind : int32_t {
   codes_before,  // and in a kernel before; reads m
   decode,        // few rows, plain weights, or MXFP4 and E5M2 beside them: decode_split()
   wide,          // few rows, MXFP8 in tiles and plain MXFP4: 128 rows of weights a CTA
+  factors,       // more rows, blockwise FP8 in tiles: 128 rows of weights a CTA; reads m and block
   nvfp4,         // values times weights of 4 bits; reads m and block above 64 rows
   routed,        // rows by the lists of te_mx.moe
 };
-inline constexpr int kSplitKinds = 7;
+inline constexpr int kSplitKinds = 8;
 
 // D[m, n] over k; groups: how many matrices [n, k] there are, 0: one that has no groups. block:
 // rows of x that a CTA meets at once.

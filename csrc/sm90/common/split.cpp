@@ -83,6 +83,15 @@ int cluster_of(int64_t tiles, int64_t twice, int64_t k) {
   return static_cast<int>(std::clamp<int64_t>(best, 1, std::min<int64_t>(steps_of(k), 8)));
 }
 
+// Of blocks whose CTAs have an SM each: as many parts as run at once in clusters of so many, which
+// more did not on an H200.
+int parts_alone(int64_t blocks, int64_t k) {
+  constexpr int kAtOnce[] = {132, 66, 42, 30, 24, 17};
+  int cluster = 6;
+  while (cluster > 1 && blocks > kAtOnce[cluster - 1]) --cluster;
+  return static_cast<int>(std::min<int64_t>(cluster, steps_of(k)));
+}
+
 // Three CTAs for two SMs, more or less, were the fastest of all that there are, of eight shapes
 // with 1 to 64 rows (NVIDIA H200, docs/notes/hopper.md). Of groups, however many, 16 are thought to
 // have rows.
@@ -207,6 +216,8 @@ int num_splits(const SplitProblem& p) {
       return decode_split(p.n, p.k, p.sms, p.groups > 0).sums();
     case SplitKind::wide:
       return parts_of_wide(p);
+    case SplitKind::factors:
+      return parts_alone(ceil_div(p.n, 128) * ceil_div(p.m, p.block), p.k);
     case SplitKind::nvfp4:
       return parts_of_nvfp4(p);
     case SplitKind::routed:

@@ -117,7 +117,14 @@ Status decode(const DecodeArgs& a) {
     if (!tiles || (a.factors && a.factor_rows != kTile)) return Status::unsupported;
     return run_rows(t, a.factors, sms);
   }
-  if (a.factors) return run_decode_factors_e4m3(t, halves);
+  if (a.factors) {
+    if (a.w_packed && !halves && a.groups.count == 0 && a.m > kFactorTilesFrom &&
+        a.execution.kernel < 0) {
+      const Status tiles = run_factor_tiles(t, a.factor_rows == 1, sms);
+      if (tiles != Status::unsupported) return tiles;
+    }
+    return run_decode_factors_e4m3(t, halves);
+  }
   if (two_a_byte(a)) {
     if (halves) return run_decode_e2m1(t);
     return a.execution.kernel < 0 ? run_wide_e2m1(t, a.spread, sms) : Status::unsupported;

@@ -22,6 +22,7 @@ struct InputRoom {
   int pass_first;
   int64_t k;   // of x: what lies behind is zero
   bool pairs;  // for weights of 4 bits: k lie as QuadCodes has them, scales are 2^6 larger
+  int rows;    // that a quad has room for
 
   // The quad of x that quad q here is, or -1.
   __device__ __forceinline__ int quad(int q) const {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
   const uint4 w = x.words;
   if (kHalves && to.pairs) {
     // Lane t of a block: k 8t, 8t + 2, .. and then 8t + 1, 8t + 3, ..
-    uint8_t* const half = quad + lane / 8 * (kRows * 128) + lane % 4 * 4;
+    uint8_t* const half = quad + lane / 8 * (to.rows * 128) + lane % 4 * 4;
     const auto store = [&](int chunk, uint32_t v) {
       *reinterpret_cast<uint32_t*>(half + tile::swizzle128(r % 8, lane % 8 / 4 * 4 + chunk)) = v;
     };
@@ -65,7 +66,7 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
     store(2, __byte_perm(w.x, w.y, 0x7632)), store(3, __byte_perm(w.z, w.w, 0x7632));
   } else if constexpr (kHalves) {
     // NOTE: pairs of 16 k lie as halves_of_codes() has them.
-    uint8_t* const half = quad + lane / 8 * (kRows * 128);
+    uint8_t* const half = quad + lane / 8 * (to.rows * 128);
     const int chunk = lane % 8 / 2 * 2, inside = lane % 2 * 8;
     *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk) + inside) = {w.x, w.z};
     *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk + 1) + inside) = {w.y, w.w};
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
   constexpr int kLanes = kFactors ? 16 : 4;
   if (lane % kLanes == 0) {
     float* const scales = reinterpret_cast<float*>(to.scales + q * decode_scale_bytes(kRows));
-    scales[lane / kLanes * kRows + scale_place<kRows>(r)] =
+    scales[lane / kLanes * to.rows + scale_place<kRows>(r)] =
         kHalves && to.pairs ? x.scale * 64.0f : x.scale;
   }
 }
@@ -217,20 +218,23 @@ __device__ __forceinline__ void fill_pass(const DecodeInput& in, const InputRoom
   }
 }
 
-// Prepares blocks of kRows rows for decode_kernel. Grid: x = quads, y = blocks.
-inline constexpr int kPrepareThreads = 256;
-template <int kRows, bool kHalves, bool kFactors>
+// Prepares blocks of `kept` rows, 16 or more, for kernels that follow. Grid: x = quads, y = blocks,
+// z = 16 rows of a block.
+inline constexpr int kPrepareThreads = 256, kPrepareRows = kPrepareThreads / 16;
+template <bool kHalves, bool kFactors>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_rows(const __grid_constant__ DecodeInput in, const __grid_constant__ DecodeRows given,
-                 int64_t k, int quads) {
+                 int64_t k, int quads, int kept) {
   tile::let_dependents_start();
   DecodeRows rows = given;
   if (!rows.early()) tile::await_predecessors();
   if (!rows.begin(static_cast<int>(blockIdx.y)) || rows.group < 0) return;
-  const int quad = static_cast<int>(blockIdx.x);
+  const int quad = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.z) * kPrepareRows;
+  rows.first += row, rows.count = min(rows.count - row, kPrepareRows);
+  if (rows.count <= 0) return;
   const int64_t place = int64_t{blockIdx.y} * quads + quad;
-  const InputRoom room{in.made + place * decode_input_bytes(kRows, kHalves),
-                       in.made_scales + place * decode_scale_bytes(kRows),
+  const InputRoom room{in.made + place * decode_input_bytes(kept, kHalves) + row * 128,
+                       in.made_scales + place * decode_scale_bytes(kept) + row * 4,
                        1,
                        1,
                        quotient_factor(1),
@@ -239,9 +243,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
                        {1, 0},
                        0,
                        k,
-                       in.pairs};
+                       in.pairs,
+                       kept};
   if (rows.early()) tile::await_predecessors();
-  fill_pass<kRows, kHalves, kFactors, (kRows + 15) / 16, kPrepareThreads / 16>(in, room, rows);
+  fill_pass<kPrepareRows, kHalves, kFactors, 1, kPrepareRows>(in, room, rows);
 }
 
 }  // namespace te_mx::sm90

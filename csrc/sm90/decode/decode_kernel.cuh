@@ -340,7 +340,8 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
                            p.parts,
                            done,
                            p.k,
-                           Math::kFmt == Element::e2m1};
+                           Math::kFmt == Element::e2m1,
+                           kRows};
       if constexpr (Math::kPlain) {
         fill_plain<kRows, Math::kFactors, 4, 2 * kWarps>(p.in, room, rows, [&] {
           if (early) tile::await_predecessors();

@@ -89,5 +89,7 @@ Status run_rows(const DecodeTask& t, bool factors, int sms);
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
 Status run_decode_e2m1(const DecodeTask& t);  // in fp16
 Status run_decode_factors_e4m3(const DecodeTask& t, bool halves);
+// factor_tiles, of one matrix in tiles; unsupported: scales start elsewhere than at whole 16 bytes.
+Status run_factor_tiles(DecodeTask t, bool factor_rows, int sms);
 
 }  // namespace te_mx::sm90

@@ -12,7 +12,7 @@ from te_mx import layouts
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, why_not_dtype
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, MX, words_of
-from te_mx.backends.sm90 import binding, grouped
+from te_mx.backends.sm90 import binding, gemm, grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import why_not, why_not_second
@@ -21,7 +21,7 @@ from te_mx.backends.sm90.layouts.frozen import FORMAT
 from te_mx.backends.sm90.layouts.tiles import BLOCK, BY_ROWS, MAX_SPREAD, TILE, tile_element
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
-from te_mx.dispatch.problem import INVARIANT, Problem, frozen_rows
+from te_mx.dispatch.problem import FROZEN_ROWS, GROUP_ROWS, INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import Layout, spec_of
@@ -39,7 +39,9 @@ PACKED = "sm90", SM90_FACTORS.name, SM90_FROZEN.name
 ROW_BLOCKS, BLOCKS = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 FAR = 3  # the class of tiles with others
 QUAD = 128  # of k that fp32 scales are for
-MOST_BESIDE_TILES = 32  # rows, of blockwise FP8 that the GEMM finds so: it is faster on more
+# Rows of blockwise FP8 weights that lie in tiles, where the GEMM is faster on more: of precision
+# "adaptive" in FP8 so many, twice as many where all blocks of 128 x 128 run at once; else less.
+IN_TILES, ELSE_IN_TILES = 128, 32
 
 
 class Decoded:
@@ -110,15 +112,15 @@ class Decode(FrozenKernel):
             reason = why_not_second(problem.rhs) or _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
-        if reason is None and problem.m > frozen_rows(problem.groups):
-            reason = f"takes at most {frozen_rows(problem.groups)} rows"
+        if reason is None and problem.m > (most := _most_rows(problem, in_tiles)):
+            reason = f"takes at most {most} rows{' of weights in tiles' * in_tiles}"
         if reason is None and problem.precision == "exact" and not layouts.get(lies).exact:
             reason = f"multiplies what layout {lies} rounds, which precision 'exact' does not allow"
-        if reason is None and in_tiles and problem.m > MOST_BESIDE_TILES:
-            reason = f"takes at most {MOST_BESIDE_TILES} rows of weights that lie in tiles"
         return reason or why_not_dtype(problem)
 
     def sums(self, problem: Problem) -> str:
+        if problem.m > ELSE_IN_TILES and problem.rhs.partition("@")[2] == SM90_FACTORS.name:
+            return super().sums(problem)
         return self.name  # k is cut by the sizes of the weight alone
 
     def reads(self, layout: Layout) -> bool:
@@ -206,6 +208,15 @@ def _bytes_of(row: Operand) -> tuple[Tensor, Tensor]:
     shared = (words >> 23).to(torch.uint8)[..., None].expand_as(own)
     made = torch.where(cls[..., None] < 2, shared, own)  # [steps, tiles, 128, 4]
     return made.permute(1, 2, 0, 3).reshape(-1, 4 * len(made))[: row.rows], cls
+
+
+def _most_rows(p: Problem, in_tiles: bool) -> int:
+    if not in_tiles:
+        return max(FROZEN_ROWS, GROUP_ROWS * p.groups)
+    if not p.lhs.startswith("fp8_e4m3") or p.precision != "adaptive":
+        return ELSE_IN_TILES
+    at_once = 2 * -(-p.n // TILE) <= gemm.multiprocessors(p.place.index)
+    return 2 * IN_TILES if at_once else IN_TILES
 
 
 def _why_not_formats(lhs: str, rhs: str) -> str | None:
