@@ -83,13 +83,15 @@ int cluster_of(int64_t tiles, int64_t twice, int64_t k) {
   return static_cast<int>(std::clamp<int64_t>(best, 1, std::min<int64_t>(steps_of(k), 8)));
 }
 
-// Of blocks whose CTAs have an SM each: as many parts as run at once in clusters of so many, which
-// more did not on an H200.
-int parts_alone(int64_t blocks, int64_t k) {
-  constexpr int kAtOnce[] = {132, 66, 42, 30, 24, 17};
-  int cluster = 6;
-  while (cluster > 1 && blocks > kAtOnce[cluster - 1]) --cluster;
-  return static_cast<int>(std::min<int64_t>(cluster, steps_of(k)));
+// So many clusters of 1 to 6 CTAs run at once, whose CTAs have an SM each (NVIDIA H200).
+constexpr int kManyMost = 6, kAtOnce[kManyMost] = {132, 66, 42, 30, 24, 17};
+
+// The most parts with which all blocks run at once.
+int parts_of_factors(const SplitProblem& p) {
+  const int64_t blocks = ceil_div(p.n, 128) * ceil_div(p.m, p.block);
+  int parts = kManyMost;
+  while (parts > 1 && blocks > kAtOnce[parts - 1]) --parts;
+  return static_cast<int>(std::min<int64_t>(parts, steps_of(p.k)));
 }
 
 // Three CTAs for two SMs, more or less, were the fastest of all that there are, of eight shapes
@@ -115,11 +117,8 @@ int parts_of_nvfp4_few(const SplitProblem& p) {
 // (NVIDIA H200, eight shapes, 128 to 2,048 rows, 2026-11-29): steps, the launch, a CTA's next tile,
 // sums that are exchanged.
 constexpr double kManyStep = 150, kManyLaunch = 6000, kManyTile = 1500, kManySums = 2000;
-constexpr int kManyMost = 6;
 
 double many_clocks(const SplitProblem& p, int parts) {
-  // So many run at once, in clusters.
-  constexpr int kAtOnce[kManyMost] = {132, 66, 42, 30, 24, 17};
   const int64_t tiles = ceil_div(p.n, 128) * ceil_div(p.m, p.block);
   const auto waves = static_cast<double>(ceil_div(tiles, kAtOnce[parts - 1]));
   const auto rows = static_cast<double>(p.block);
@@ -217,7 +216,7 @@ int num_splits(const SplitProblem& p) {
     case SplitKind::wide:
       return parts_of_wide(p);
     case SplitKind::factors:
-      return parts_alone(ceil_div(p.n, 128) * ceil_div(p.m, p.block), p.k);
+      return parts_of_factors(p);
     case SplitKind::nvfp4:
       return parts_of_nvfp4(p);
     case SplitKind::routed:
