@@ -107,6 +107,10 @@ void bind_quantizers(py::module_& m) {
   });
   bind_call(m, "pack", pack);
   bind_call(m, "unpack", unpack);
+  m.def("unpack_stacked", [](const PackArgs& args, int64_t rows) {
+    const DeviceScope scope(args.execution.device);
+    return number(unpack_stacked(args, rows));
+  });
   m.def("unpack_two", [](const PackArgs& first, const PackArgs& second) {
     const DeviceScope scope(first.execution.device);
     return number(unpack_two(first, second));
@@ -280,6 +284,15 @@ void bind_nvfp4(py::module_& m) {
       .field("x", &Nvfp4Args::x)
       .field("ldx", &Nvfp4Args::ldx)
       .field("x_dtype", &Nvfp4Args::x_dtype)
+      .field("mx", &Nvfp4Args::mx)
+      .field("quantizes", &Nvfp4Args::quantizes)
+      .field("x_element", &Nvfp4Args::x_element)
+      .field("rule", &Nvfp4Args::rule)
+      .field("gate", &Nvfp4Args::gate)
+      .field("ldgate", &Nvfp4Args::ldgate)
+      .field("x_act", &Nvfp4Args::x_act)
+      .field("places", &Nvfp4Args::places)
+      .field("x_rows", &Nvfp4Args::x_rows)
       .field("out", &Nvfp4Args::out)
       .field("ldo", &Nvfp4Args::ldo)
       .field("out_dtype", &Nvfp4Args::out_dtype)
@@ -291,6 +304,7 @@ void bind_nvfp4(py::module_& m) {
       .part("execution", &Nvfp4Args::execution, "")
       .add_to(m, "Nvfp4Args");
   bind_call(m, "nvfp4_product", nvfp4_product);
+  m.def("nvfp4_workspace", &nvfp4_workspace);
   bind_call(m, "nvfp4_to_values", nvfp4_to_values);
   bind_call(m, "nvfp4_from_rows", nvfp4_from_rows);
   Record<Nvfp4FinishArgs>()

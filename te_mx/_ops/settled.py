@@ -15,7 +15,7 @@ from te_mx._ops.library import define, is_direct
 from te_mx.dispatch.linear import RestKernel
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import pick_problem
-from te_mx.layouts import ROWS, spec_of
+from te_mx.layouts import ROWS, get, spec_of
 from te_mx.layouts.operand import Operand, Stack
 
 Weight = TypeVar("Weight", Operand, Stack, Operand | Stack)
@@ -34,6 +34,13 @@ def settled(held: Weight) -> Weight:
         return held
     with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
         return kernel.rest(plain(held))  # type: ignore[return-value]
+
+
+def for_any_rows(held: Weight) -> Weight:
+    """A weight by rows as `settled`, where a kernel multiplies any number of rows with that; else
+    itself."""
+    lies = held.layout is ROWS and held.codes.numel() > 0 and is_direct(held.codes, held.scales)
+    return settled(held) if lies and get(_kernel(held).layout).any_rows else held
 
 
 def _outline(held: Weight) -> Weight:

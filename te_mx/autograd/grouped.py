@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import Epilogue, Forms, Made, Operand, Quantized, Stack, gemm_2d
+from te_mx._ops import Epilogue, Forms, Made, Operand, Quantized, Stack, gemm_2d, plain
 from te_mx._ops.grouped_fused import act_quantize_grouped
 from te_mx._ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, kept_stack, on_device
 from te_mx._ops.grouped_quantize import (
@@ -67,6 +67,7 @@ from te_mx.autograd.linear_recipe import (
     packs,
     plain_spec,
     roles,
+    serving,
     weight_forms,
 )
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
@@ -247,7 +248,10 @@ def weights_of(
     """The operands of the weights: kept ones, or made now in one read."""
     kept, settings = call.kept, call.settings
     if kept is not None and (kept.row.layout.exact or not form.x.row.endswith("@rows")):
-        return kept.row, kept.col
+        row = kept.row
+        if row.layout.any_rows:
+            row = plain(row) if need_dx else serving(row, settings)
+        return row, kept.col
     first = weights if isinstance(weights, Tensor) else weights[0]
     col = form.w.col if columns_now(first, settings, need_dx) else ""
     return quantize_weights(weights, form.w.row, col, rule=settings.w_rule or form.rule)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand, convert_2d, quantize_2d, quantized
+from te_mx._ops import Operand, convert_2d, plain, quantize_2d, quantized
 from te_mx.autograd import high_precision, linear_recipe, weight_parts
 from te_mx.autograd.grad_target import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
 from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight
@@ -116,6 +116,7 @@ def _fprop(
     kept = None
     if call.kept is not None:
         row, col = call.kept.row, call.kept.col
+        row = plain(row) if call.kept.own else row
         kept = KeptWeight(settings, row.group(i), None if col is None else col.group(i))
     w_row, w_col = linear_recipe.weight_operands(kept, w_NK, settings, need_dx)
     q = quantized(x_MK, plan.target)

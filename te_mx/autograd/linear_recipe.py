@@ -267,7 +267,7 @@ def weight_operands(
     """The operands of a weight for fprop and, where forward makes it, dgrad: kept ones, or made now
     in one read. A weight that is kept without its master is None."""
     if kept is not None:
-        return kept.row, kept.col
+        return serving(kept.row, settings) if kept.own else kept.row, kept.col
     assert weight_NK is not None
     columns = columns_now(weight_NK, settings, need_dx)
     q = quantized(weight_NK, plan_weight(weight_NK.device, settings, columns))
@@ -317,7 +317,8 @@ def serving(held: Weight, settings: Settings) -> Weight:
         return held
     op = "gemm_rows" if isinstance(held, Stack) else "gemm"
     wanted = roles(device, settings, op).w.row.partition("@")[2]
-    as_it_is = isinstance(held, Operand) and wanted in layout.replaces
+    grouped = isinstance(held, Stack)
+    as_it_is = layout.replaces(held.format, wanted, settings.precision, grouped)
     return held if as_it_is or _stands_for(layout, wanted, settings) else plain(held)
 
 
@@ -497,6 +498,7 @@ class KeptWeight(NamedTuple):
     row: Any  # an Operand or a Stack; in compiled code perhaps a TracedWeight
     col: Any
     made: Made = Made(0, None)
+    own: bool = False  # row lies for a kernel of any number of rows: others read it by rows
 
     def on_current_stream(self) -> KeptWeight:
         """This weight, once the current stream has waited for it."""
@@ -518,7 +520,8 @@ class KeptWeight(NamedTuple):
         else:
             row, col = roles(device, settings).w
         fmt, _, wanted = row.partition("@")
-        mine = self.row.format.name == fmt and _stands_for(self.row.layout, wanted, settings)
+        lies = self.own or _stands_for(self.row.layout, wanted, settings)
+        mine = self.row.format.name == fmt and lies
         return mine and (self.col is None or self.col.spec == col)
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:

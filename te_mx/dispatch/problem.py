@@ -11,7 +11,7 @@ STREAM_ROWS = 16  # M up to which decode kernels take a problem
 FEW_ROWS = 1 << 9  # M up to which kernels that unpack weights in their main loop take one
 FROZEN_ROWS = 64  # and up to which most of those of weights that stand still do
 GROUP_ROWS = 8  # or so many for each group
-AS_IS_ROWS = 1 << 14  # and M up to which they are asked for inputs that are not quantized
+MANY_ROWS = 1 << 14  # and M up to which some are (frozen_rows)
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
 INVARIANT = "invariant"  # the precision under which a row has the same bits beside any others
 
@@ -30,10 +30,10 @@ class Place(NamedTuple):
     level: int = -1
 
 
-def frozen_rows(groups: int, as_is: bool = False) -> int:
+def frozen_rows(groups: int, many: bool = False) -> int:
     """The most rows for which kernels of weights that stand still are asked; 0 groups: of one
-    weight. as_is: rows are not quantized."""
-    return max(AS_IS_ROWS if as_is else FEW_ROWS, GROUP_ROWS * groups)
+    weight. many: rows are not quantized, or the layout of the weight has kernels for any number."""
+    return max(MANY_ROWS if many else FEW_ROWS, GROUP_ROWS * groups)
 
 
 _places: dict[tuple[str, int | None, int], Place] = {}

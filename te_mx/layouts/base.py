@@ -52,7 +52,7 @@ class Layout:
     of_matrices = True  # False: only the tokens of groups lie so
     refused = "formats of other elements or blocks"  # what it does not take, for errors
     reads_as = ""  # of weights that stand still: as which layout products read them, if not this
-    replaces: tuple[str, ...] = ()  # likewise: what products read them in place of, as they are
+    any_rows = False  # whether a kernel of its own takes any number of rows of a frozen weight
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
     alone = ""  # of tokens: the layout of a group's part by itself
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one
@@ -62,6 +62,11 @@ class Layout:
     def takes(self, fmt: Format) -> bool:
         """Whether matrices of a format can lie so."""
         return True
+
+    def replaces(self, fmt: Format, wanted: str, precision: str, grouped: bool) -> bool:
+        """Of weights that stand still: whether products of a precision that want another layout
+        read them as they are, those of groups or a single one."""
+        return False
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         """Shapes of codes (uint8) and scales, codes without the padding of their rows.

@@ -59,7 +59,7 @@ class Operand(NamedTuple):
     def unscaled(self, dtype: torch.dtype) -> Tensor:
         """What a tensor scale multiplies, [rows, k]: codes * scales."""
         fmt, layout = spec_of(self.spec)
-        return layout.values(fmt, self.codes, self.scales, self.k, dtype)
+        return layout.values(fmt, self.codes, self.scales, self.k, dtype)[: self.rows]
 
     def group(self, start: int, end: int, group: int = 0) -> Operand:
         """The part of group number `group` of tokens, start to end, as a matrix; of rows that lie

@@ -71,11 +71,11 @@ class Weight(NamedTuple):
     groups: int = 0
 
 
-def is_few(x: Tensor, k: int, groups: int = 0, as_is: bool = False) -> bool:
-    """Whether a kernel for few rows may be asked for x [..., k], which is quantized or multiplied
-    as it is; not in a trace of any number of rows, which would be one of few alone."""
+def is_few(x: Tensor, k: int, groups: int = 0, many: bool = False) -> bool:
+    """Whether a kernel for few rows may be asked for x [..., k]; not in a trace of any number of
+    rows, which would be one of few alone. many: as of frozen_rows."""
     size = x.numel()
-    return type(size) is int and 0 < size <= frozen_rows(groups, as_is) * k
+    return type(size) is int and 0 < size <= frozen_rows(groups, many) * k
 
 
 def has_form(weight: Weight) -> bool:
@@ -151,7 +151,8 @@ def ready_for(
     offs: Tensor | None = None,
 ) -> Ready | None:  # fmt: skip
     """As `ready`, None where autograd or a watcher wants to see the product."""
-    if not is_few(x, weight.k, weight.groups, settings is None) or not is_unwatched(x, bias, offs):
+    many = settings is None or weight.given.layout.any_rows
+    if not is_few(x, weight.k, weight.groups, many) or not is_unwatched(x, bias, offs):
         return None
     if needs_gradient(x, bias):
         return None

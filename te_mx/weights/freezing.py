@@ -162,7 +162,7 @@ class Freezable(Sourced):
             made = {}
             for key in () if self._is_exchanged() else self._weight_keys:  # type: ignore[attr-defined]
                 copy = frozen.current(self, key)[0] if key in frozen.sources else None
-                made[key] = copy or self._make_kept(key, frozen.settings, False)
+                made[key] = copy or frozen.make_kept(self, key, frozen.settings, False)
             self._mark_frozen(frozen)
             self._source = frozen
             self._forget_copies()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from te_mx import layouts
-from te_mx._ops import Operand, Stack, capturing, dequantize_2d, plain
+from te_mx._ops import Operand, Stack, capturing, dequantize_2d, for_any_rows, plain
 from te_mx._ops.library import is_unwatched
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import GroupedCall, grouped_on_codes
@@ -128,8 +128,14 @@ class Frozen(WeightSource):
             return kept.on_current_stream()
         if capture or not follows:
             return None
-        self.kept[key] = made = layer._make_kept(key, settings, need_dx)
+        self.kept[key] = made = self.make_kept(layer, key, settings, need_dx)
         return made
+
+    def make_kept(self, layer: Any, key: str, settings: Settings, need_dx: bool) -> Any:
+        """A copy of a weight, which gradients of inputs find by rows."""
+        made = layer._make_kept(key, settings, need_dx)
+        row = made.row if need_dx else for_any_rows(made.row)
+        return made if row is made.row else made._replace(row=row, own=True)
 
     def prepared(
         self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
@@ -152,7 +158,7 @@ class Frozen(WeightSource):
         """What multiplies few rows of a step inside of a module, as many as x has."""
         if is_tracing():
             return traced.ready(layer, key, x, output_dtype(x), settings, multiplies=True)
-        if layer._tokens is not None or kept is None or not self._is_few(x):
+        if layer._tokens is not None or kept is None or not self._is_few(layer, x):
             return None
         size = layer._shape_of(key)[-2:]
         return self._ready(layer, key, x, output_dtype(x), settings, kept, size)
@@ -161,7 +167,7 @@ class Frozen(WeightSource):
         self, layer: Any, key: str, x: Tensor, dtype: torch.dtype, settings: Settings, kept: Any,
         size: Sequence[int],
     ) -> Ready | None:  # fmt: skip
-        if not self._is_few(x) or not is_unwatched(x):
+        if not self._is_few(layer, x) or not is_unwatched(x):
             return None
         given = settings if self.quantizes_inputs else None
         found = decode.ready(x, dtype, self.weight(layer, key, kept, size), given)
@@ -212,7 +218,7 @@ class Frozen(WeightSource):
             return None
         tracing, many = is_tracing(), layer.num_gemms
         n, k = layer.out_features, layer.in_features
-        if not (tracing or decode.is_few(x, k, many, not self.quantizes_inputs)):
+        if not (tracing or self._is_few(layer, x, many)):
             return None
         dtype = output_dtype(x)
         if not self.quantizes_inputs and x.dtype != dtype:  # it is rounded first
@@ -229,10 +235,13 @@ class Frozen(WeightSource):
     def decodes_now(self, layer: Any, x: Tensor) -> bool:
         if is_tracing() or layer._tokens is not None or not layer._reads_held:
             return False
-        return self.decodes and self._is_few(x)
+        return self.decodes and self._is_few(layer, x)
 
-    def _is_few(self, x: Tensor) -> bool:
-        return decode.is_few(x, x.shape[-1], 0, not self.quantizes_inputs)
+    def _is_few(self, layer: Any, x: Tensor, groups: int = 0) -> bool:
+        lies = [layouts.get(name) for name in layer._lies.values()]
+        lies += [kept.row.layout for kept in self.kept.values() if kept.row is not None]
+        many = any(layout.any_rows for layout in lies)
+        return decode.is_few(x, x.shape[-1], groups, many or not self.quantizes_inputs)
 
     def weight(
         self, layer: Any, key: str, kept: Any, size: Sequence[int], groups: int = 0
@@ -342,7 +351,9 @@ class QuantizedOnly(Frozen):
                     )
 
     def operands(self, layer: Any, key: str, settings: Settings, *call: Any) -> Any:
-        return KeptWeight(settings, self.row(layer, key, settings), None)
+        held = layer._one_copy(key)
+        own = held.layout.any_rows
+        return KeptWeight(settings, held if own else serving(held, settings), None, own=own)
 
     def prepared(
         self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings, *call: Any

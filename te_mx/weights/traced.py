@@ -47,7 +47,7 @@ from te_mx.autograd.saved import flatten, surely, unflatten
 from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.problem import frozen_rows
-from te_mx.layouts import ROWS
+from te_mx.layouts import ROWS, spec_of
 from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime import compiled
 from te_mx.runtime.kernel_log import note_read
@@ -208,7 +208,7 @@ def most_rows(
 ) -> int:  # fmt: skip
     """The most rows that a kernel takes; 0 where there is none."""
     dtype, device = x
-    rows = frozen_rows(sizes[0], not specs[0])
+    rows = frozen_rows(sizes[0], not specs[0] or spec_of(specs[1]).layout.any_rows)
     while rows:
         found = frozen_kernel((rows, dtype, device), sizes, specs, *how)
         if found is not None and (found[1].multiplies or not multiplies):

@@ -13,7 +13,7 @@ from te_mx.layouts.operand import Operand, Stack
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-MX = {"mxfp8_e4m3": 0, "mxfp4": 6}
+MX = {"mxfp8_e4m3": 0}
 FACTORS = {"fp8_e4m3_1x128": 0, "fp8_e4m3_128x128": 0}
 ELEMENTS = MX | FACTORS
 
@@ -43,6 +43,11 @@ def recipe_of(w_fmt):
     if w_fmt in FACTORS:
         return Float8BlockScaling()
     return BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
+
+
+def kernel_of(w_fmt):
+    """That of few rows."""
+    return "sm90_mxfp4" if w_fmt == "mxfp4" else "sm90_decode"
 
 
 def x_format(w_fmt, e5m2=False):

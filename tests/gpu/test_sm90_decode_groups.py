@@ -5,7 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_calls import BF16, F32, bits, decode, packed, recipe_of, rule_of, spread, stack_of
+from decode_calls import (
+    BF16,
+    F32,
+    bits,
+    decode,
+    kernel_of,
+    packed,
+    recipe_of,
+    rule_of,
+    spread,
+    stack_of,
+)
 
 import te_mx
 from te_mx.runtime.kernel_log import LAST_RUN
@@ -14,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 CASES = [  # format, rows, ends of groups; rows of a block are 8, 16, 32 and 64
     ("mxfp8_e4m3", 20, [3, 3, 12, 15, 20]),
-    ("mxfp4", 64, [0] * 17 + [1, 9, 9, 30] + [33] * 20 + [60]),
+    ("mxfp8_e4m3", 64, [0] * 17 + [1, 9, 9, 30] + [33] * 20 + [60]),
     ("fp8_e4m3_128x128", 33, [20, 33]),
     ("mxfp8_e4m3", 60, [35, 35, 58]),
     ("mxfp8_e4m3", 7, [1] * 40 + [2] * 29 + [7]),
     ("mxfp8_e4m3", 64, [61]),
-    ("mxfp4", 50, [40, 45, 47]),
+    ("mxfp8_e4m3", 50, [40, 45, 47]),
     ("fp8_e4m3_1x128", 150, [100, 150]),
     ("mxfp8_e4m3", 9, [0, 0, 0]),
 ]
@@ -36,10 +47,8 @@ def loop(each, w_fmt, x, out, ends, bias, **how):
     at = 0
     for i, end in enumerate(ends):
         if end > at:
-            one, more = each[i], {}
-            if "split" not in how:  # weights of groups are cut in places of their own
-                one, more = stack_of([one]), {"ends": torch.tensor([end - at], device="cuda")}
-            decode(one, w_fmt, x[at:end], out[at:end], x.shape[1], bias=bias[i], **how, **more)
+            one = each[i]
+            decode(one, w_fmt, x[at:end], out[at:end], x.shape[1], bias=bias[i], **how)
             at = end
     out[at:] = 0
     return out
@@ -54,8 +63,7 @@ def test_groups_have_the_bits_of_a_call_each(case, exact, lies):
     x, bias = spread(m, k, 4, 2).to(BF16), torch.randn(len(ends), n, device="cuda")
     there = torch.tensor(ends, dtype=(torch.int32, torch.int64)[case % 2], device="cuda")
     how = {"exact": exact, "rule": rule_of(w_fmt, case % 2), "act": (None, 3)[case % 2]}
-    if w_fmt != "mxfp4" or exact or lies == "packed":
-        how["split"] = case % 2
+    how["split"] = case % 2
     out_dtype = (F32, BF16)[case // 2 % 2]
     out = torch.empty(m, n, dtype=out_dtype, device="cuda")
     decode(stack, w_fmt, x, out, k, ends=there, bias=bias, **how)
@@ -128,7 +136,7 @@ def test_frozen_groups_in_a_cuda_graph(w_fmt, drop):
 
     # K may be cut in other places than for one weight alone: a rounding of bf16 apart.
     torch.testing.assert_close(forward(), expected(), rtol=2**-7, atol=1e-3)
-    assert LAST_RUN[layer._tag] == "sm90_decode"
+    assert LAST_RUN[layer._tag] == kernel_of(w_fmt)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = forward()

@@ -8,6 +8,7 @@ import torch
 
 import te_mx
 from te_mx.backends.sm90 import experts as tiles
+from te_mx.backends.sm90 import grouped
 from te_mx.recipe import MXFP8BlockScaling
 
 DEVICE = "cuda"
@@ -212,9 +213,47 @@ def test_packed_experts(hidden, inner, tokens):
     )
 
 
-def test_formats_of_four_bits_lie_packed_already():
-    w = te_mx.quantize(torch.randn(2, 32, 64, device=DEVICE), fmt="mxfp4")
-    assert te_mx.moe.pack_experts(w) is w
+@pytest.mark.parametrize(
+    ("tokens", "activation", "dtype", "bands"),
+    [
+        (1, "silu", torch.bfloat16, 0),
+        (9, "silu", torch.float32, 0),
+        (200, "gelu_tanh", torch.float16, 0),
+        (150, "silu", torch.bfloat16, 3),
+    ],
+)
+def test_experts_of_four_bits_run_from_one_copy(tokens, activation, dtype, bands, monkeypatch):
+    """bands: that become tiles, one after the other."""
+    torch.manual_seed(0)
+    experts, hidden, inner, made = 5, 136, 160, []
+    if bands:
+        monkeypatch.setattr(tiles, "LEAST_ROWS_STANDING", 1)
+        monkeypatch.setattr(grouped, "BAND_BYTES", 1)
+        whole = grouped.gemm_rows
+        monkeypatch.setattr(grouped, "gemm_rows", lambda *args: made.append(whole(*args)))
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
+    ids, scores = routed(tokens, 3, experts), torch.rand(tokens, 3, device=DEVICE)
+    ids[0, 1] = -1
+    w13, w2 = (
+        te_mx.quantize(torch.randn(experts, *size, device=DEVICE) / 8, fmt="mxfp4")
+        for size in ((2 * inner, hidden), (hidden, inner))
+    )
+    packed = te_mx.moe.pack_experts(w13), te_mx.moe.pack_experts(w2)
+    assert all(isinstance(one, te_mx.moe.PackedExperts) for one in packed)
+    assert torch.equal(packed[0].dequantize(), w13.dequantize())
+    want = te_mx.moe.fused_experts(x, w13, w2, scores, ids, activation)
+    made.clear()
+    y = te_mx.moe.fused_experts(x, *packed, scores, ids, activation)
+    assert len(made) == bands
+    assert float((y.double() - want.double()).norm() / want.double().norm()) <= 2.0**-7
+    a = te_mx.quantize(x.float())
+    lists = te_mx.moe.align_block_size(ids, 16, experts)
+    one, two = (
+        te_mx.moe.grouped_gemm(a, w, *lists, block_m=16, top_k=3, out_dtype=torch.float32)
+        for w in (w13, packed[0])
+    )
+    there = (ids >= 0).flatten()
+    torch.testing.assert_close(two[there], one[there], rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

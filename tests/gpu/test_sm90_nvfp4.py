@@ -1,5 +1,6 @@
-"""NVFP4 weights that stand still on Hopper: products with inputs as they are against fp64, the same
-bits for a row whatever is beside it, groups, tails, NaN; what such a weight stands for."""
+"""NVFP4 and MXFP4 weights that stand still on Hopper: products with inputs as they are, and as the
+values of their codes, against fp64, the same bits for a row whatever is beside it, groups, tails,
+NaN; what such a weight stands for."""
 
 from __future__ import annotations
 
@@ -8,16 +9,28 @@ import torch
 
 import te_mx
 from te_mx import formats
+from te_mx._ops import quantize_2d
+from te_mx.backends.base import LAYOUTS
+from te_mx.backends.native import fields_of
 from te_mx.backends.reference import quantize as reference
-from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90 import binding, grouped, nvfp4
 from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
-from te_mx.backends.sm90.nvfp4 import PRODUCT, Product, Rest
+from te_mx.backends.sm90.nvfp4 import (
+    MOST_DENSE,
+    PRODUCT,
+    QUANTIZED,
+    Product,
+    QuantizedProduct,
+    Rest,
+)
+from te_mx.dispatch import registry
 from te_mx.dispatch.calls import Quantize
-from te_mx.dispatch.linear import FrozenCall
+from te_mx.dispatch.linear import FrozenCall, Gate
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize, quantize
 from te_mx.layouts.operand import Operand, stacked
 from te_mx.layouts.plain import COLS
+from te_mx.recipe import MXFP4BlockScaling
 from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.weights import decode
 
@@ -27,9 +40,9 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ULP = {F32: 2.0**-22, BF16: 2.0**-8, F16: 2.0**-11}
 SHAPES = [  # m, n, k
     (1, 64, 1),
-    (8, 192, 1000),
+    (8, 200, 1000),
     (16, 64, 4096),
-    (33, 128, 136),
+    (33, 130, 136),
     (64, 320, 500),
     (130, 192, 384),
     (300, 320, 264),
@@ -43,21 +56,31 @@ def weight(n, k, seed=0, fmt="nvfp4"):
     g = torch.Generator("cuda").manual_seed(seed)
     w = torch.randn(n, k, generator=g, device="cuda")
     w *= torch.exp2(torch.randint(-9, 9, (n, 1), generator=g, device="cuda").float())
+    if fmt == "mxfp4":
+        codes, scales = formats.get(fmt).quantize(w, "rceil")
+        codes[: n // 2, :16] = 0
+        scales[: n // 2, 0] = torch.randint(0, 135, (n // 2,), generator=g, device="cuda")
+        return Operand(codes, scales, f"{fmt}@rows", n, k)
     codes, scales, whole = formats.get(fmt).quantize(w, "te")
     scales.view(-1)[:: 1 + scales.numel() // 7] = 0
     return Operand(codes, scales, f"{fmt}@rows", n, k, None, whole)
 
 
-def product(x, held, out_dtype=BF16, bias=None, offs=None, act=None):
-    groups = 0 if offs is None else len(offs)
+def product(x, held, out_dtype=BF16, bias=None, offs=None, act=None, fmt="", gate=None):
+    groups, lhs = 0 if offs is None else len(offs), f"{fmt}@any" if fmt else ""
     problem = Problem(
-        "linear_frozen", place_of(torch.device("cuda", 0)), "", held.spec, len(x), held.rows,
+        "linear_frozen", place_of(torch.device("cuda", 0)), lhs, held.spec, len(x), held.rows,
         held.k, groups=groups, dtype=x.dtype,
     )  # fmt: skip
-    assert Product().accepts(problem) is None
-    made = Product().plan(problem)(FrozenCall(x, held, bias, out_dtype, offs, act))
-    assert made is not None
-    return made[0]
+    kernel = QuantizedProduct() if fmt else Product()
+    assert kernel.accepts(problem) is None
+    made = kernel.plan(problem)(FrozenCall(x, held, bias, out_dtype, offs, act, gate))
+    return None if made is None else made[0]
+
+
+def values(x, fmt):
+    """What x is multiplied as."""
+    return dequantize(quantize_2d(x, f"{fmt}@rows").row, F32) if fmt else x
 
 
 def check(y, x, w, bias=None, act=None):
@@ -89,12 +112,61 @@ def test_products_are_those_of_the_values(shape, dtype):
     check(product(wide, held), wide, w)
 
 
-def test_a_row_has_the_same_bits_beside_any_others():
-    held = Rest().rest(weight(192, 1160))
-    x = torch.randn(64, 1160, device="cuda", dtype=BF16)
-    all_rows = product(x, held, F32)
-    for m in (1, 7, 16, 30):
-        assert torch.equal(product(x[64 - m :], held, F32), all_rows[64 - m :])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", ""])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_products_of_quantized_rows_with_mxfp4(shape, fmt, dtype):
+    m, n, k = shape
+    if not fmt and dtype == F32:
+        dtype = F16
+    row = weight(n, k, m, "mxfp4")
+    held = Rest().rest(row)
+    assert held.layout is SM90_NVFP4
+    codes, scales = SM90_NVFP4.plain(held.format, held, k)
+    assert torch.equal(codes, row.codes) and torch.equal(scales, row.scales)
+    w = row.values(torch.float64)
+    for step in (k, k + 3):
+        x = (torch.randn(m, step, device="cuda") / 64).to(dtype)[:, step - k :]
+        x[:, : k // 2] *= 1000
+        bias = torch.randn(n, device="cuda", dtype=dtype)
+        check(product(x, held, F32, bias, None, None, fmt), values(x, fmt), w, bias)
+    if fmt in ("mxfp8_e4m3", "mxfp8_e5m2"):
+        check(product(x, held, BF16, None, None, "relu", fmt), values(x, fmt), w, None, torch.relu)
+    x, up = (torch.randn(m, k, device="cuda").to(dtype) for _ in range(2))
+    y = product(x, held, F32, None, None, None, fmt, Gate(up, "silu"))
+    if fmt in ("mxfp8_e4m3", "mxfp8_e5m2") and k % 8 == 0 and dtype != F32:
+        gated = (torch.nn.functional.silu(x.float()) * up.float()).to(dtype)
+        exact = values(gated, fmt).double() @ w.t()
+        size = values(gated, fmt).double().abs() @ w.abs().t()
+        assert (y.double() - exact).abs().le(2.0**-4 * size + 1e-6).all()
+    else:
+        assert y is None
+
+
+@pytest.mark.parametrize("shape", [(192, 1160), (640, 6144)], ids=str)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_a_row_has_the_same_bits_beside_any_others(fmt, shape):
+    held = Rest().rest(weight(*shape, 0, fmt))
+    x = torch.randn(64, shape[1], device="cuda", dtype=BF16)
+    for of in {"nvfp4": ("",), "mxfp4": ("", "mxfp8_e4m3")}[fmt]:
+        all_rows = product(x, held, F32, fmt=of)
+        for m in (1, 7, 8, 16, 30):
+            assert torch.equal(product(x[64 - m :], held, F32, fmt=of), all_rows[64 - m :])
+
+
+BOUNDARIES = 383, 384, 385, 511, 512, 513, 640, 769, 1023, 1025
+
+
+@pytest.mark.parametrize("first", [*range(1, 301, 25), 0])
+@pytest.mark.parametrize(("fmt", "of"), [("mxfp4", "mxfp8_e4m3"), ("mxfp4", ""), ("nvfp4", "")])
+def test_every_number_of_rows(fmt, of, first, monkeypatch):
+    monkeypatch.setattr(nvfp4, "MOST_DENSE", max(BOUNDARIES))
+    n, k = 136, 392
+    row = weight(n, k, first, fmt)
+    held, w = Rest().rest(row), row.values(torch.float64)
+    for m in range(first, first + 25) if first else BOUNDARIES:
+        x = torch.randn(m, k, device="cuda").to(BF16)
+        check(product(x, held, F32, fmt=of), values(x, of), w)
 
 
 def test_nan_and_scales_of_rows():
@@ -114,14 +186,18 @@ def test_nan_and_scales_of_rows():
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 9, 1), (70, 20, 0), (1,) * 40], ids=str)
-def test_groups(sizes):
+@pytest.mark.parametrize(
+    ("fmt", "of", "dtype"),
+    [("nvfp4", "", BF16), ("mxfp4", "", F16), ("mxfp4", "mxfp8_e4m3", BF16)],
+)
+def test_groups(sizes, fmt, of, dtype):
     n, k, groups = 128, 392, len(sizes)
-    rows = [weight(n, k, i) for i in range(groups)]
+    rows = [weight(n, k, i, fmt) for i in range(groups)]
     held = Rest().rest(stacked(rows))
     ends = torch.tensor(sizes, dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
     m = sum(sizes) + 4  # rows of no group
-    x, bias = torch.randn(m, k, device="cuda", dtype=BF16), torch.randn(groups, n, device="cuda")
-    y = product(x, held, F32, bias, ends)
+    x, bias = torch.randn(m, k, device="cuda", dtype=dtype), torch.randn(groups, n, device="cuda")
+    y, x = product(x, held, F32, bias, ends, None, of), values(x, of)
     start = 0
     for i, end in enumerate(ends.tolist()):
         check(y[start:end], x[start:end], rows[i].values(torch.float64), bias[i])
@@ -146,7 +222,7 @@ def test_the_one_copy_and_quantized_inputs(inputs, monkeypatch):
     check(y, quantized.values(torch.float64), w, layer.bias)
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (192, 1000), (320, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 128), (190, 1000), (320, 33)], ids=str)
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16", "nvfp4_rows"])
 def test_values(shape, fmt):
     row = weight(*shape, 3, fmt)
@@ -166,10 +242,39 @@ def test_values(shape, fmt):
             assert torch.equal(made.nan_to_num(7.0), wanted.values(dtype).nan_to_num(7.0))
 
 
-def test_negative_scales_stay_by_rows():
+@pytest.mark.parametrize("shape", [(64, 128), (190, 1000), (320, 33)], ids=str)
+def test_values_of_mxfp4(shape):
+    row = weight(*shape, 3, "mxfp4")
+    for dtype in (BF16, F16, F32):
+        assert torch.equal(dequantize(Rest().rest(row), dtype), row.values(dtype))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (190, 1000), (321, 33), (64, 7168)], ids=str)
+def test_mxfp4_is_unpacked_to_the_tiles_of_plain_codes(shape):
+    native, row, made = binding.native(), weight(*shape, 5, "mxfp4"), []
+    nbytes, scales_at = native.packed_bytes(*shape)
+    for one in (row, Rest().rest(row)):
+        room = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        args = native.PackArgs(
+            rows=shape[0], k=shape[1], out_layout=LAYOUTS["sm90"], spread=8,
+            codes=one.codes.data_ptr(), scales=one.scales.data_ptr(), out_codes=room.data_ptr(),
+            out_scales=room.data_ptr() + scales_at, **fields_of(one.spec),
+        )  # fmt: skip
+        binding.set_execution(args, 0)
+        assert binding.supported(native.unpack(args))
+        made.append(room)
+    assert torch.equal(*made)
+
+
+def test_scales_without_a_place_stay_by_rows():
     row = weight(64, 64)
     row.scales[5, 1] |= 0x80
     assert Rest().rest(row) is row
+    for place, scale in (((40, 0), 136), ((40, 1), 255), ((40, 1), 1)):
+        row = weight(64, 64, 0, "mxfp4")
+        row.scales[place] = scale
+        row.codes[40] |= 1
+        assert Rest().rest(row) is row
     assert binding.native() is not None
 
 
@@ -194,6 +299,42 @@ def test_a_frozen_layer_at_any_number_of_rows(monkeypatch):
         check(y, x[:m], row.values(torch.float64), layer.bias)
     again = layer.state_dict()
     assert all(torch.equal(again[name], codes[name]) for name in codes)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("drop", [True, False])
+def test_many_rows_of_groups_become_tiles_band_by_band(drop, monkeypatch):
+    layer = te_mx.GroupedLinear(3, 136, 320, params_dtype=BF16, device="cuda")
+    recipe = MXFP4BlockScaling(x="mxfp8_e4m3")
+    with te_mx.autocast(recipe=recipe):
+        te_mx.freeze_weights(layer, drop_master=drop)
+    x, sizes = torch.randn(70, 136, device="cuda", dtype=BF16), [40, 0, 30]
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        few = layer(x, sizes)
+        assert LAST_RUN[layer._tag_now()] == QUANTIZED
+        monkeypatch.setattr(nvfp4, "MOST_GROUPED", 1)
+        monkeypatch.setattr(grouped, "BAND_BYTES", 1)
+        monkeypatch.setattr(type(SM90_NVFP4), "unpack", None)  # nobody turns it into plain codes
+        registry.forget()
+        many = layer(x, sizes)
+        assert LAST_RUN[layer._tag_now()] == "sm90_adaptive"
+    registry.forget()
+    assert (few - many).float().norm() <= 6e-3 * few.float().norm()
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("precision", ["adaptive", "invariant"])
+def test_many_rows_of_mxfp4_from_the_one_copy(precision, monkeypatch):
+    layer = te_mx.nn.Linear(264, 192, params_dtype=BF16, device="cuda")
+    te_mx.freeze_weights(layer, drop_master=True, fmt="mxfp4", activations="mxfp8")
+    w = layer._one_copy("weight").values(torch.float64)
+    monkeypatch.setattr(type(SM90_NVFP4), "unpack", None)  # nobody turns it into plain codes
+    x = torch.randn(MOST_DENSE + 1, 264, device="cuda", dtype=BF16)
+    with torch.no_grad(), te_mx.autocast(recipe=MXFP4BlockScaling(precision=precision)):
+        y = layer(x)
+    assert te_mx.audit(layer)["(root)"].fprop == f"sm90_{precision}"
+    y, exact = y.double(), values(x, "mxfp8_e4m3").double() @ w.t() + layer.bias.double()
+    assert (y - exact).norm() <= 4e-3 * exact.norm()
 
 
 TURNED = "nvfp4+rht16:0xd7e8d7e8"

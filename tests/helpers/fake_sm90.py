@@ -28,7 +28,10 @@ from fake_sm90_nvfp4 import (  # noqa: F401
     nvfp4_from_rows,
     nvfp4_multiply,
     nvfp4_multiply_workspace,
+    nvfp4_product,
     nvfp4_quantize,
+    nvfp4_to_values,
+    nvfp4_workspace,
 )
 from torch import Tensor
 
@@ -36,6 +39,7 @@ from te_mx.backends import base
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES
 from te_mx.backends.reference import fused
 from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.layouts import SM90_NVFP4
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.calls import Epilogue, Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
@@ -102,6 +106,11 @@ def read_operand(o) -> reference.Operand:
         parts = at(o.codes, codes)[:, : o.k], at(o.scales, words, torch.int32)
     elif order == "k_first":
         parts = at(o.codes, (o.k, o.rows)), at(o.scales, (_blocks(o.k), o.rows))
+    elif order == SM90_NVFP4.name:
+        order, fmt = "k_last", reference.format_of(_NAMES[o.element])
+        shapes = SM90_NVFP4.shapes(fmt, o.rows, o.k)
+        parts = SM90_NVFP4.unpack(fmt, at(o.codes, shapes[0]), at(o.scales, shapes[1]), o.k)
+        parts = parts[0][: o.rows], parts[1][: o.rows]
     else:
         width = reference.code_bytes(_NAMES[o.element], o.k)
         parts = at(o.codes, (o.rows, width)), at(o.scales, (o.rows, _blocks(o.k)))

@@ -10,6 +10,7 @@ CALLS: list[tuple[int, int, int, int]] = []  # m, n, k and parts
 LHS: list[str] = []  # how lhs lay
 UNPACKED: list[int] = []  # operands that a launch unpacked before a product
 _FP4, _PLAIN, _TILES = FORMATS["e2m1"], LAYOUTS["k_last"], LAYOUTS["sm90"]
+_STANDING = LAYOUTS["sm90_nvfp4"]
 _SCRATCH = 192  # bytes that every GEMM of the stand-in asks for
 
 
@@ -38,7 +39,7 @@ def unpack(*sides) -> int:
     from fake_sm90 import pack
 
     for args in sides:
-        assert args.operand.layout == _PLAIN and args.operand.element == _FP4
+        assert args.operand.layout in (_PLAIN, _STANDING) and args.operand.element == _FP4
         assert args.operand.k == sides[0].operand.k
         pack(args)
     UNPACKED.append(len(sides))

@@ -54,7 +54,42 @@ def decode_workspace(m: int, k: int, groups: int) -> int:
     return 0 if m <= 16 else WORKSPACE + groups
 
 
-def _bounds(a: DecodeArgs) -> list[tuple[int, int]]:
+def rows_of(a) -> torch.Tensor:
+    """x [m, k], or that behind an activation with its gate; None where these do not lie so."""
+    from fake_sm90 import _DTYPES, at
+
+    places, rows = None, a.m
+    if getattr(a, "places", 0):
+        rows = a.x_rows
+        places = at(a.places, (a.m,), torch.int32).clamp(0, rows - 1)
+    x = at(a.x, ((rows - 1) * a.ldx + a.k,), _DTYPES[a.x_dtype]).as_strided((rows, a.k), (a.ldx, 1))
+    if not a.gate:
+        return x if places is None else x[places]
+    assert ACTS[a.x_act] in GATED and _DTYPES[a.x_dtype] != torch.float32
+    if a.k % 8 or a.ldx % 8 or a.ldgate % 8 or a.x % 16 or a.gate % 16:
+        return None
+    gate = at(a.gate, ((a.m - 1) * a.ldgate + a.k,), x.dtype)
+    gate = gate.as_strided((a.m, a.k), (a.ldgate, 1))
+    GATES.append(ACTS[a.x_act])
+    return fused.activate(torch.cat((x, gate), 1), Activation(GATED[ACTS[a.x_act]]), x.dtype)
+
+
+def write_products(a, bounds, x, values) -> None:
+    """out of a call: rows between bounds times values(i), and what comes after."""
+    from fake_sm90 import _DTYPES, at
+
+    out = at(a.out, (a.m, a.n), _DTYPES[a.out_dtype]).zero_()
+    for i, (first, last) in enumerate(bounds):
+        sums = x[first:last] @ values(i).t()
+        if a.bias:
+            sums += at(a.bias, (len(bounds), a.n), _DTYPES[a.bias_dtype])[i]
+        if a.activates:
+            sums = fused.activate(sums.float(), Activation(ACTS[a.act]), torch.float32)
+        out[first:last] = sums
+    CALLS.append((a.m, a.n, a.k))
+
+
+def bounds_of_rows(a) -> list[tuple[int, int]]:
     """Where the rows of every weight begin and end."""
     from fake_sm90_grouped import bounds_of
 
@@ -65,23 +100,17 @@ def _bounds(a: DecodeArgs) -> list[tuple[int, int]]:
 
 
 def decode(a: DecodeArgs) -> int:
-    from fake_sm90 import _DTYPES, _RULES, at
+    from fake_sm90 import _RULES, at
 
-    bounds = _bounds(a)
+    bounds = bounds_of_rows(a)
     if a.workspace_bytes < decode_workspace(a.m, a.k, 0 if a.groups is None else len(bounds)):
         return 3
     if a.workspace_bytes:
         at(a.workspace, (a.workspace_bytes,)).fill_(0xFF)
     assert a.ldx >= a.k and a.ldo == a.n and a.x_element in (0, 1)
-    x = at(a.x, ((a.m - 1) * a.ldx + a.k,), _DTYPES[a.x_dtype]).as_strided((a.m, a.k), (a.ldx, 1))
-    if a.gate:
-        assert ACTS[a.x_act] in GATED and _DTYPES[a.x_dtype] != torch.float32 and not a.x_scales
-        if a.k % 8 or a.ldx % 8 or a.ldgate % 8 or a.x % 16 or a.gate % 16:
-            return 2
-        gate = at(a.gate, ((a.m - 1) * a.ldgate + a.k,), x.dtype)
-        gate = gate.as_strided((a.m, a.k), (a.ldgate, 1))
-        x = fused.activate(torch.cat((x, gate), 1), Activation(GATED[ACTS[a.x_act]]), x.dtype)
-        GATES.append(ACTS[a.x_act])
+    x = rows_of(a)
+    if x is None:
+        return 2
     names = FACTORS if a.factors else NAMES
     x_fmt, w_fmt = formats.get(names[a.x_element]), formats.get(names[a.w_element])
     if a.x_as_is:
@@ -98,15 +127,9 @@ def decode(a: DecodeArgs) -> int:
         return 2
     weights = at(a.w, (len(bounds), a.n, a.ldw))[..., :row_bytes]
     scales = at(a.w_scales, (len(bounds), *scale_shape), layout.scales_dtype(w_fmt))
-    out = at(a.out, (a.m, a.n), _DTYPES[a.out_dtype]).zero_()
-    for i, (first, last) in enumerate(bounds):
-        values = layout.values(w_fmt, weights[i], scales[i], a.k, torch.float64)
-        sums = exact[first:last] @ values.t()
-        if a.bias:
-            sums += at(a.bias, (len(bounds), a.n), _DTYPES[a.bias_dtype])[i]
-        if a.activates:
-            sums = fused.activate(sums.float(), Activation(ACTS[a.act]), torch.float32)
-        out[first:last] = sums
-    CALLS.append((a.m, a.n, a.k))
+    write_products(
+        a, bounds, exact,
+        lambda i: layout.values(w_fmt, weights[i], scales[i], a.k, torch.float64),
+    )  # fmt: skip
     EXACT.append(a.exact)
     return 0

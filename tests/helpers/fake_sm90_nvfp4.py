@@ -1,15 +1,17 @@
-"""NVFP4 of te_mx._sm90 in plain torch, on addresses of CPU memory, as fake_sm90: the quantizer and
-the values of plain codes."""
+"""NVFP4 of te_mx._sm90 in plain torch, on addresses of CPU memory, as fake_sm90: the quantizer, the
+values of plain codes, and products of frozen MXFP4 weights."""
 
 from __future__ import annotations
 
 import torch
+from fake_sm90_decode import NAMES, bounds_of_rows, rows_of, write_products
 from torch import Tensor
 
 from te_mx import formats
-from te_mx.backends.sm90.layouts import SM90_VALUES
+from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
 from te_mx.formats.hadamard import Hadamard
 from te_mx.formats.stochastic import random_bits
+from te_mx.layouts.operand import Operand
 from te_mx.layouts.plain import COLS, ROWS
 
 
@@ -32,7 +34,8 @@ class Nvfp4QuantizeArgs(_Record):
 
 
 class Nvfp4Args(_Record):
-    pass
+    gate = ldgate = bias = workspace_bytes = 0
+    groups, quantizes, activates, x_act = None, False, False, 3
 
 
 class Nvfp4FinishArgs(_Record):
@@ -134,3 +137,44 @@ def _finish(args, made: Tensor) -> int:
     out = at(args.out, (args.m, args.n), _DTYPES[args.out_dtype])
     out.copy_(made + out.float() if args.accumulate else made)
     return 0
+
+
+def nvfp4_workspace(m, k) -> int:
+    return 2 * m * (k + -k % 8)
+
+
+def nvfp4_product(a) -> int:
+    from fake_sm90 import _RULES
+
+    x = rows_of(a)
+    if x is None:
+        return 2
+    if a.quantizes:
+        assert a.workspace_bytes == nvfp4_workspace(a.m, a.k)
+        fmt = formats.get(NAMES[a.x_element])
+        x = fmt.dequantize(*fmt.quantize(x.contiguous(), _RULES[a.rule]), a.k, torch.float64)
+    else:
+        assert a.ldx % 8 == 0 and a.x % 16 == 0 and x.dtype == torch.bfloat16
+    bounds = bounds_of_rows(a)
+    write_products(a, bounds, x.double(), lambda i: _values(a, len(bounds), i))
+    return 0
+
+
+def nvfp4_to_values(a) -> int:
+    from fake_sm90 import _DTYPES, at
+
+    at(a.out, (a.n, a.k), _DTYPES[a.out_dtype]).copy_(_values(a, 1, 0))
+    return 0
+
+
+def _values(a, count, i) -> torch.Tensor:
+    """What weight i of so many stands for."""
+    from fake_sm90 import at
+
+    assert a.mx
+    fmt = formats.get("mxfp4")
+    codes, scales = (
+        at(place, (count, *shape))[i]
+        for place, shape in zip((a.w, a.w_scales), SM90_NVFP4.shapes(fmt, a.n, a.k), strict=True)
+    )
+    return Operand(codes, scales, "mxfp4@sm90_nvfp4", a.n, a.k).values(torch.float64)

@@ -105,15 +105,17 @@ def calls():
 def test_the_native_calls_and_the_bits_are_those_of_eager(kind, recipe, drop):
     module = frozen(kind, recipe, drop)
     compiled = Compiled(module)
+    kernel = "sm90_mxfp4" if recipe == "mxfp4" else "sm90_decode"
     for m in (1, 3, 32, 33, 65):
         x = rows(m)
         expected, eager = run(module, x, recipe=recipe), calls()
         assert same(compiled(x, recipe=recipe), expected) and calls() == eager
-        assert bool(eager) == (m <= (64 if drop or recipe == "mxfp8" else 256))
+        most = 64 if drop or recipe == "mxfp8" else 256
+        assert bool(eager) == (m <= most or recipe == "mxfp4")
         if eager:
             module.__dict__["_tag"] = -1
             compiled(x, recipe=recipe)
-            assert {row.fprop for row in te_mx.audit(module).layers} == {"sm90_decode"}
+            assert {row.fprop for row in te_mx.audit(module).layers} == {kernel}
             calls()
     # One row, and any number of rows.
     assert compiled.graphs == 2

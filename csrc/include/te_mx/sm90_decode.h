@@ -1,10 +1,10 @@
 // The call of a product of a few rows with weights that stand still, and what of shared memory goes
 // where. Host code alone, for machines without a GPU too.
 //
-// Weights [n, k] are read as they lie for other kernels. Codes: rows of 8 bits, or two codes a
-// byte, that start multiples of 16 bytes apart, [n][ldw]. Scales: compact rows of them, or those of
-// a packed operand (sm90_layout.h), whose codes are aligned. Their groups of 16 rows and quads of
-// 128 k (four MX blocks) are what a warp multiplies at once.
+// Weights [n, k] are read as they lie for other kernels. Codes: rows of 8 bits that start multiples
+// of 16 bytes apart, [n][ldw]. Scales: compact rows of them, or those of a packed operand
+// (sm90_layout.h), whose codes are aligned. Their groups of 16 rows and quads of 128 k (four MX
+// blocks) are what a warp multiplies at once.
 //
 // The kernel multiplies sums of blocks by their scales one after the other in fp32. So the scales
 // of all blocks with other codes than zero are to lie in 2^-103 .. 2^88 (fp32 ones in 2^-60 ..
@@ -85,11 +85,10 @@ constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
   return blocks < m ? blocks : m;
 }
 
-// Of one matrix of MXFP8 in tiles and of plain MXFP4 a CTA has 128 rows instead
-// (decode/tiles_kernel.cuh, wide_e2m1.cuh), and x is aligned for a quad, in so many passes at most
-// (decode/aligned_rows.cuh): bytes of a quad of x, of rows of a block, and quads times rows of x
-// that a CTA makes by itself, of weights of 4 bits.
-inline constexpr int kMostPasses = 4, kFp4OwnQuads = 256;
+// Of one matrix of MXFP8 in tiles a CTA has 128 rows instead (decode/tiles_kernel.cuh), and x is
+// aligned for a quad, in so many passes at most (decode/aligned_rows.cuh): bytes of a quad of x, of
+// rows of a block.
+inline constexpr int kMostPasses = 4;
 constexpr int aligned_bytes(int rows) { return rows * (kDecodeQuad + 4); }
 constexpr int wide_rows(int64_t m, int64_t groups = 0) {
   const int rows = decode_rows(m, groups);
@@ -105,7 +104,7 @@ constexpr int factor_tile_rows(int64_t m) { return m <= 64 ? 64 : 128; }
 // own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
 // quantize(), or of 16 bits as they are; or plain codes with their scales.
 //
-// Sums of a block of 32 (of 128 where scales are factors, of MXFP8 in tiles and of plain MXFP4)
+// Sums of a block of 32 (of 128 where scales are factors and of MXFP8 in tiles)
 // come from the FP8 tensor cores, or from those of fp16 where `exact`, where x are values as they
 // are, and where x has codes of E5M2.
 struct DecodeArgs {
@@ -116,7 +115,7 @@ struct DecodeArgs {
   const void* w_scales = nullptr;
   int32_t spread = 8;     // octaves that blocks of x may be apart where they are aligned; kByRows
   bool w_packed = false;  // for Hopper (sm90_layout.h); codes of 4 bits are E4M3 there
-  Element w_element = Element::e4m3;  // E4M3 or E2M1
+  Element w_element = Element::e4m3;  // or E2M1 where w_packed
   bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides
   int64_t factor_rows = 1;            // rows of w that share theirs: 1 or 128
   const void* x = nullptr;            // [m, k], rows ldx elements apart
@@ -142,7 +141,7 @@ struct DecodeArgs {
   Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
-  // kernel: a split, -1 for the one of decode_split(); plain MXFP4 in FP8 has no other.
+  // kernel: a split, -1 for the one of decode_split().
   Execution execution;
 
   constexpr bool halves() const { return exact || x_as_is || x_element == Element::e5m2; }

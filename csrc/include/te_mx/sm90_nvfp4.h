@@ -13,11 +13,18 @@
 //           row g, block 2i; row g + 8, block 2i; row g, block 2i + 1; row g + 8, block 2i + 1.
 //           A byte 8e + m that is not zero is (1 + m / 8) * 2^(e - 22), 255 is NaN: what is
 //           subnormal in E4M3 is normal here.
+//
+// MXFP4 lies alike, 0.53125 bytes a weight, with scales of 64 bytes a quad: words [8 rows g][2],
+// word i has bytes of row g, block 2i; row g + 8, block 2i; row g, block 2i + 1; row g + 8, block
+// 2i + 1. A byte is that of E8M0 + kMxfp4Bias, so that it is the exponent of a bf16 number: weights
+// with codes other than zeros in blocks of scales beyond 2^kMxfp4Least .. 2^kMxfp4Most, or with
+// NaN, do not lie so.
 #pragma once
 
 #include <cstdint>
 
 #include "te_mx/fused.h"
+#include "te_mx/quantize.h"
 #include "te_mx/types.h"
 
 namespace te_mx::sm90 {
@@ -25,6 +32,10 @@ namespace te_mx::sm90 {
 inline constexpr int kNvfp4Rows = 64;   // of weights, that a warpgroup multiplies at once
 inline constexpr int kNvfp4Quad = 128;  // of k
 inline constexpr int kNvfp4Codes = 1024, kNvfp4Scales = 128;  // bytes of a quad
+inline constexpr int kMxfp4Scales = 64;
+// Rows of x times quads of a CTA's part that it quantizes by itself: more of them before.
+inline constexpr int kNvfp4OwnQuads = 72;
+inline constexpr int kMxfp4Bias = 119, kMxfp4Least = -125, kMxfp4Most = 8;
 inline constexpr int kNvfp4Block = 4 * (kNvfp4Codes + kNvfp4Scales);
 constexpr int64_t nvfp4_blocks(int64_t n, int64_t k) {
   return (n + kNvfp4Rows - 1) / kNvfp4Rows * ((k + kNvfp4Quad - 1) / kNvfp4Quad);
@@ -33,6 +44,8 @@ constexpr int64_t nvfp4_blocks(int64_t n, int64_t k) {
 // out[m, n] = act(scale * (x[m, k] @ (codes * block scales)[n, k]^T) + bias): products are exact,
 // sums fp32. With groups, each of them has weights, a scale and a bias of its own, one behind the
 // other, and rows of no group become 0.
+//
+// mx: weights are MXFP4. quantizes: x is multiplied as the bf16 values of its MXFP8 codes.
 struct Nvfp4Args {
   int64_t m = 0, n = 0, k = 0;
   const uint8_t* w = nullptr;  // codes, nvfp4_blocks(n, k) a matrix
@@ -44,8 +57,20 @@ struct Nvfp4Args {
   bool k_first = false;          // likewise: they lie [k, n], one a byte, and so do scales and out
   const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
   int64_t ldx = 0;
-  DType x_dtype = DType::bf16;  // or fp16
-  void* out = nullptr;          // rows ldo apart
+  DType x_dtype = DType::bf16;  // or fp16, as it is with NVFP4 alone; fp32 where it is quantized
+  bool mx = false;
+  bool quantizes = false;
+  Element x_element = Element::e4m3;  // or E5M2
+  ScaleRule rule = ScaleRule::rceil;
+  // Of x that is quantized, of 16 bits: it is x_act(x) * gate, rounded to x_dtype (sm90_decode.h).
+  const void* gate = nullptr;  // [m, k], rows ldgate apart
+  int64_t ldgate = 0;
+  Act x_act = Act::silu;
+  // Likewise: row r is row places[r] of the x_rows of x; rows of no group may have any number
+  // there.
+  const int32_t* places = nullptr;  // [m] or null
+  int64_t x_rows = 0;
+  void* out = nullptr;  // rows ldo apart
   int64_t ldo = 0;
   DType out_dtype = DType::bf16;
   const void* bias = nullptr;  // [n], [groups, n] or null
@@ -56,8 +81,14 @@ struct Nvfp4Args {
   Execution execution;  // kernel: the CTAs of a cluster, whose halves have parts of k up to 64
                         // rows; -1: num_splits()
 };
-// No workspace. w, w_scales and x are aligned to 16 bytes.
+// w, w_scales and x are aligned to 16 bytes, x that is quantized to its elements. Workspace of what
+// is quantized, aligned to 16 bytes: nvfp4_workspace() of the same sizes.
 Status nvfp4_product(const Nvfp4Args& args);
+constexpr int64_t nvfp4_workspace(int64_t m, int64_t k) { return m * ((k + 7) / 8 * 8) * 2; }
+
+// MXFP4 to tiles (sm90_layout.h): one matrix, or of groups those with rows, behind each other. The
+// operand may be some of the `rows` of each, whole 128 of them, and then begins with the first.
+Status unpack_stacked(const PackArgs& args, int64_t rows);
 
 // What a weight stands for: out [n, k], compact, bf16 or fp16, is codes * block scales, which are
 // exact, times `scale` in fp32, rounded. Without x; one matrix; out is aligned to 16 bytes.

@@ -65,8 +65,9 @@ enum class Layout : int32_t {
   // Of blocks of 1 x 128 whose scales are powers of two: the tiles of MX, which align them.
   aligned_tiles = 5,
   aligned_group_k = 6,
+  standing = 7,  // of 4 bits, for Hopper: sm90_nvfp4.h
 };
-inline constexpr int32_t kLayouts = 7;
+inline constexpr int32_t kLayouts = 8;
 
 enum class Gelu : int32_t { none = 0, tanh = 1, erf = 2 };
 enum class Role : int32_t { lhs = 0, rhs = 1 };

@@ -19,7 +19,7 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
   if constexpr (kFactors) {
     const EightMade made = x.made(a.in);
     if (!there) return;
-    store_aligned(a.at(block, 0, quad), {made.words.x, made.words.y}, r, lane, false);
+    store_aligned(a.at(block, 0, quad), {made.words.x, made.words.y}, r, lane);
     if (lane == 0) a.scales_at(block, 0, quad)[aligned_scale_place<false>(r)] = made.scale;
     return;
   }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
     int e = -1;
     if (more) e = eight.pass(number, a.spread, made), more = eight.more(), ++passes;
     if (!there) continue;
-    if (number == 0 || e >= 0) store_aligned(a.at(block, number, quad), made, r, lane, a.in.pairs);
+    if (number == 0 || e >= 0) store_aligned(a.at(block, number, quad), made, r, lane);
     if (lane == 0)
       a.scales_at(block, number, quad)[aligned_scale_place<false>(r)] =
           number > 0 && e < 0 ? 0.0f : aligned_scale(e);

@@ -92,19 +92,10 @@ __device__ __forceinline__ int aligned_scale_place(int r) {
   const int j = r / 8, t = r % 8 / 2;
   return ((j / kTogether * 4 + t) * kTogether + j % kTogether) * 2 + r % 2;
 }
-// Eight codes of row r, from 8 * lane of a quad on. nibbles: for weights of 4 bits, where lane t of
-// an operand has eight codes of a block in a word: k 8t to 8t + 3 lie first, of all t, then the
-// rest.
-__device__ __forceinline__ void store_aligned(uint8_t* quad, uint2 codes, int r, int lane,
-                                              bool nibbles) {
+// Eight codes of row r, from 8 * lane of a quad on.
+__device__ __forceinline__ void store_aligned(uint8_t* quad, uint2 codes, int r, int lane) {
   uint8_t* const rows = quad + r / 8 * 1024;
-  if (nibbles) {
-    uint8_t* const at = rows + lane % 4 * 4;
-    *reinterpret_cast<uint32_t*>(at + tile::swizzle128(r % 8, lane / 4 * 2)) = codes.x;
-    *reinterpret_cast<uint32_t*>(at + tile::swizzle128(r % 8, lane / 4 * 2 + 1)) = codes.y;
-  } else {
-    *reinterpret_cast<uint2*>(rows + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = codes;
-  }
+  *reinterpret_cast<uint2*>(rows + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = codes;
 }
 // The scale of an exponent; that of codes which are zeros, or NaN, is 1.
 __device__ __forceinline__ float aligned_scale(int e) {

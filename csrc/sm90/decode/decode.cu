@@ -7,12 +7,9 @@
 namespace te_mx::sm90 {
 namespace {
 
-// Whether codes are of 4 bits.
-bool two_a_byte(const DecodeArgs& a) { return is_fp4(a.w_element) && !a.w_packed; }
-
 DecodeCodes codes_of(const DecodeArgs& a) {
   const int64_t matrices = a.groups.count > 0 ? a.groups.count : 1;
-  return {a.w, matrices * a.n, two_a_byte(a) ? (a.k + 1) / 2 : a.k, a.ldw};
+  return {a.w, matrices * a.n, a.k, a.ldw};
 }
 
 WeightScales scales_of(const DecodeArgs& a) {
@@ -60,7 +57,9 @@ Status check(const DecodeArgs& a) {
   } else {
     const Status status = check_mx(a.w_element, {});
     if (status != Status::ok) return status;
-    if (!is_of_weights(a.w_element) || (values && is_f32_rule(a.rule))) return Status::unsupported;
+    if (!is_of_weights(a.w_element) || (is_fp4(a.w_element) && !a.w_packed) ||
+        (values && is_f32_rule(a.rule)))
+      return Status::unsupported;
   }
   if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
   if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
@@ -76,16 +75,6 @@ bool vectors(const DecodeArgs& a) {
     return reinterpret_cast<uintptr_t>(from) % step == 0 && ld * bytes % step == 0;
   };
   return whole(a.x, a.ldx) && (a.gate == nullptr || whole(a.gate, a.ldgate));
-}
-
-// The gate and the activation; false for one that is not x sigmoid(linear x + cubic x^3).
-bool set_gate(DecodeInput& in, const DecodeArgs& a) {
-  constexpr float kGelu = 1.5957691216057308f;  // 2 sqrt(2/pi)
-  in.gate = a.gate, in.gate_ld = a.ldgate;
-  if (a.x_act == Act::silu) in.act_linear = 1.0f;
-  if (a.x_act == Act::quick_gelu) in.act_linear = 1.702f;
-  if (a.x_act == Act::gelu) in.act_linear = kGelu, in.act_cubic = kGelu * 0.044715f;
-  return a.gate == nullptr || in.act_linear != 0.0f;
 }
 
 }  // namespace
@@ -106,9 +95,8 @@ Status decode(const DecodeArgs& a) {
   if (t.split.cluster == 0) return Status::unsupported;
   t.w = codes_of(a), t.p.w_scales = scales_of(a);
   t.p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a), a.x_as_is};
-  t.p.in.pairs = two_a_byte(a);
   set_rule(t.p.in, a.rule, a.amax_epsilon);
-  if (!set_gate(t.p.in, a)) return Status::unsupported;
+  if (!set_gate(t.p.in, a.gate, a.ldgate, a.x_act)) return Status::unsupported;
   if (a.gate != nullptr && (!t.p.in.vectors || a.k % 8 != 0)) return Status::unsupported;
   t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   const bool halves = a.halves();
@@ -124,10 +112,6 @@ Status decode(const DecodeArgs& a) {
       if (tiles != Status::unsupported) return tiles;
     }
     return run_decode_factors_e4m3(t, halves);
-  }
-  if (two_a_byte(a)) {
-    if (halves) return run_decode_e2m1(t);
-    return a.execution.kernel < 0 ? run_wide_e2m1(t, a.spread, sms) : Status::unsupported;
   }
   if (a.w_packed && a.w_element == Element::e4m3 && !halves && a.groups.count == 0 &&
       a.execution.kernel < 0) {

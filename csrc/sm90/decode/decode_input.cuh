@@ -20,9 +20,8 @@ struct InputRoom {
   int part0;         // the first part
   Shares parts;
   int pass_first;
-  int64_t k;   // of x: what lies behind is zero
-  bool pairs;  // for weights of 4 bits: k lie as QuadCodes has them, scales are 2^6 larger
-  int rows;    // that a quad has room for
+  int64_t k;  // of x: what lies behind is zero
+  int rows;   // that a quad has room for
 
   // The quad of x that quad q here is, or -1.
   __device__ __forceinline__ int quad(int q) const {
@@ -56,15 +55,7 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
                                             int lane) {
   uint8_t* const quad = to.data + q * decode_input_bytes(kRows, kHalves) + r / 8 * 1024;
   const uint4 w = x.words;
-  if (kHalves && to.pairs) {
-    // Lane t of a block: k 8t, 8t + 2, .. and then 8t + 1, 8t + 3, ..
-    uint8_t* const half = quad + lane / 8 * (to.rows * 128) + lane % 4 * 4;
-    const auto store = [&](int chunk, uint32_t v) {
-      *reinterpret_cast<uint32_t*>(half + tile::swizzle128(r % 8, lane % 8 / 4 * 4 + chunk)) = v;
-    };
-    store(0, __byte_perm(w.x, w.y, 0x5410)), store(1, __byte_perm(w.z, w.w, 0x5410));
-    store(2, __byte_perm(w.x, w.y, 0x7632)), store(3, __byte_perm(w.z, w.w, 0x7632));
-  } else if constexpr (kHalves) {
+  if constexpr (kHalves) {
     // NOTE: pairs of 16 k lie as halves_of_codes() has them.
     uint8_t* const half = quad + lane / 8 * (to.rows * 128);
     const int chunk = lane % 8 / 2 * 2, inside = lane % 2 * 8;
@@ -76,8 +67,7 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
   constexpr int kLanes = kFactors ? 16 : 4;
   if (lane % kLanes == 0) {
     float* const scales = reinterpret_cast<float*>(to.scales + q * decode_scale_bytes(kRows));
-    scales[lane / kLanes * to.rows + scale_place<kRows>(r)] =
-        kHalves && to.pairs ? x.scale * 64.0f : x.scale;
+    scales[lane / kLanes * to.rows + scale_place<kRows>(r)] = x.scale;
   }
 }
 
@@ -243,7 +233,6 @@ __global__ void __launch_bounds__(kPrepareThreads)
                        {1, 0},
                        0,
                        k,
-                       in.pairs,
                        kept};
   if (rows.early()) tile::await_predecessors();
   fill_pass<kPrepareRows, kHalves, kFactors, 1, kPrepareRows>(in, room, rows);

@@ -330,17 +330,11 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
     // NOTE: the passes of the first part, the longest, are those of the CTA.
     for (int done = 0; done < longest.last - longest.first; done += each) {
       if (done > 0) __syncthreads();
-      const InputRoom room{smem,
-                           smem + p.room.scales_at,
-                           each,
-                           each * parts,
-                           p.width_factor,
-                           p.each_factor,
-                           part0,
-                           p.parts,
-                           done,
-                           p.k,
-                           Math::kFmt == Element::e2m1,
+      const InputRoom room{smem,           smem + p.room.scales_at,
+                           each,           each * parts,
+                           p.width_factor, p.each_factor,
+                           part0,          p.parts,
+                           done,           p.k,
                            kRows};
       if constexpr (Math::kPlain) {
         fill_plain<kRows, Math::kFactors, 4, 2 * kWarps>(p.in, room, rows, [&] {

@@ -82,12 +82,10 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 // tiles_kernel, of one matrix of MXFP8 in tiles, and wide_fp4_kernel, of plain MXFP4; spread: the
 // octaves that blocks of a row of x may be apart. unsupported: a part of k is too long.
 Status run_tiles(const DecodeTask& t, int spread, int sms);
-Status run_wide_e2m1(const DecodeTask& t, int spread, int sms);
 // rows_kernel, of weights in tiles.
 Status run_rows(const DecodeTask& t, bool factors, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_e2m1(const DecodeTask& t);  // in fp16
 Status run_decode_factors_e4m3(const DecodeTask& t, bool halves);
 // factor_tiles, of one matrix in tiles; unsupported: scales start elsewhere than at whole 16 bytes.
 Status run_factor_tiles(DecodeTask t, bool factor_rows, int sms);

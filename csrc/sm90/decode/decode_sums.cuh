@@ -117,7 +117,7 @@ struct DecodeSums {
   template <class Leave>
   __device__ __forceinline__ void add(uint32_t at, const uint2& own, uint32_t x, uint32_t scales,
                                       const Leave& leave) {
-    Codes codes{at, {}};
+    Codes codes{at};
     if constexpr (Math::kFactors) {
       add_quad(codes, x, scales, own, std::make_integer_sequence<int, Math::kPieces>{});
       leave();

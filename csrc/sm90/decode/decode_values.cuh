@@ -23,7 +23,6 @@ struct DecodeInput {
   bool e5m2 = false;             // codes, given or made, are E5M2
   bool vectors = false;          // rows start at whole vectors of 8 elements
   bool as_is = false;            // values of 16 bits are not quantized
-  bool pairs = false;            // made for weights of 4 bits (QuadCodes)
   const void* gate = nullptr;    // values of 16 bits [rows, k]: x is act(x) * gate, rounded
   int64_t gate_ld = 0;
   float act_linear = 0.0f, act_cubic = 0.0f;  // act(x) = x sigmoid(linear x + cubic x^3)
@@ -55,6 +54,16 @@ inline void set_rule(DecodeInput& in, ScaleRule rule, float epsilon) {
   in.exponent = in.e5m2 ? E5M2::kMaxExponent : E4M3::kMaxExponent;
   const uint32_t most = in.e5m2 ? mx::kMaxMantissa<E5M2> : mx::kMaxMantissa<E4M3>;
   in.edge = to == mx::Rule::rceil ? (in.exponent << 23) + most + 1 : ~0u;
+}
+
+// The gate and the activation; false for one that is not x sigmoid(linear x + cubic x^3).
+inline bool set_gate(DecodeInput& in, const void* gate, int64_t ld, Act act) {
+  constexpr float kGelu = 1.5957691216057308f;  // 2 sqrt(2/pi)
+  in.gate = gate, in.gate_ld = ld;
+  if (act == Act::silu) in.act_linear = 1.0f;
+  if (act == Act::quick_gelu) in.act_linear = 1.702f;
+  if (act == Act::gelu) in.act_linear = kGelu, in.act_cubic = kGelu * 0.044715f;
+  return gate == nullptr || in.act_linear != 0.0f;
 }
 
 // The scale byte of a block, as mx::scale_byte.

@@ -15,37 +15,21 @@ namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
 
-// Eight E2M1 codes as E4M3 codes times 2^-6, which scales of x make up for (store_eight): those of
-// even places and those of odd ones: the E2M1 code s ee m is the E4M3 code s 00ee m00, the smallest
-// ones too.
-__device__ __forceinline__ void fp4x8_to_fp8(uint32_t w, uint32_t& even, uint32_t& odd) {
-  even = (w << 2 & 0x1C1C1C1Cu) | (w << 4 & 0x80808080u);
-  odd = (w >> 2 & 0x1C1C1C1Cu) | (w & 0x80808080u);
-}
-
-// Codes of a lane over a quad, 16 rows of 128 or of 64 bytes under their swizzle: of two rows,
-// block by block. NOTE: of codes of 4 bits a block has lane 4g + t the k 8t, 8t + 2, .. first, then
-// 8t + 1, 8t + 3, ..: so must x (store_eight).
+// Codes of a lane over a quad, 16 rows of 128 bytes under their swizzle: of two rows, block by
+// block.
 template <Element kFmt>
 struct QuadCodes {
-  static constexpr bool kFp4 = kFmt == Element::e2m1;
   static constexpr tile::Fp8 kCodes = Element::e4m3;  // that the tensor cores see
   uint32_t at;                                        // of the lane's first 16 bytes
-  uint32_t two[4];                                    // of 4 bits, of two blocks
 
   // Bytes from a quad to a lane's part of it.
   static __device__ __forceinline__ uint32_t offset(int lane) {
     const uint32_t row = lane % 16, chunk = lane / 16;
-    return kFp4 ? tile::swizzle64(row, chunk) : tile::swizzle128(row, chunk);
+    return tile::swizzle128(row, chunk);
   }
-  // Block b as operand A. Blocks come in order.
+  // Block b as operand A.
   __device__ __forceinline__ void operand(int b, uint32_t (&a)[4]) {
-    if constexpr (kFp4) {
-      if (b % 2 == 0) tile::ldmatrix_x4(two, at ^ (b << 4));
-      fp4x8_to_fp8(two[b % 2 * 2], a[0], a[2]), fp4x8_to_fp8(two[b % 2 * 2 + 1], a[1], a[3]);
-    } else {
-      tile::ldmatrix_x4(a, at ^ (b << 5));
-    }
+    tile::ldmatrix_x4(a, at ^ (b << 5));
   }
 };
 

@@ -44,7 +44,7 @@ template <int kX_, bool kMakes>
 struct RowsMath {
   static constexpr int kX = kX_, kFloats = kX / 2;
   static constexpr int kAhead = kX <= 16 ? 4 : 2;  // quads that a warpgroup multiplies at once
-  static constexpr bool kMakesX = kMakes, kNibbles = false;
+  static constexpr bool kMakesX = kMakes;
   static constexpr int kCodes = kX * kDecodeQuad, kScales = kX * 4;  // of a quad of x
   static constexpr int kWeights = kRowsWeights * kDecodeQuad, kWords = kRowsWeights * 4;
 };
@@ -133,7 +133,7 @@ __device__ __forceinline__ void make_factors(const RowsPlace<Math>& at) {
           const EightMade made = x[j].made(at.p.x.in);
           if (row[j] >= 0) {
             store_aligned(at.smem + at.room.x_at + quad[j] * Math::kCodes,
-                          {made.words.x, made.words.y}, row[j], lane, false);
+                          {made.words.x, made.words.y}, row[j], lane);
             if (lane == 0)
               reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
                                        quad[j] * Math::kScales)[aligned_scale_place<true>(row[j])] =

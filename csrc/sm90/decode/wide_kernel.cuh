@@ -196,7 +196,7 @@ template <template <class> class Place, class Math>
 __device__ __forceinline__ void store_made(const Place<Math>& at, uint2 made, int e, int quad,
                                            int row, int lane) {
   if (row < 0) return;
-  store_aligned(at.smem + at.room.x_at + quad * Math::kCodes, made, row, lane, Math::kNibbles);
+  store_aligned(at.smem + at.room.x_at + quad * Math::kCodes, made, row, lane);
   if (lane == 0)
     reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
                              quad * Math::kScales)[aligned_scale_place<Math::kX == 8>(row)] =

@@ -1,4 +1,4 @@
-// Rows as they are times NVFP4 weights that stand still: checks, and the instance.
+// Rows times NVFP4 or MXFP4 weights that stand still: checks, and the instance.
 #include <algorithm>
 
 #include "common/formats.h"
@@ -12,7 +12,7 @@ namespace {
 
 Status check(const Nvfp4Args& a) {
   if (a.m < 1 || a.n < 1 || a.k < 1 || a.w == nullptr || a.x == nullptr || a.out == nullptr ||
-      a.w_scales == nullptr || a.scale == nullptr)
+      a.w_scales == nullptr || (a.scale == nullptr && !a.mx))
     return Status::bad_argument;
   if (!known(a.x_dtype) || !known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
   if (a.ldx < a.k || a.ldo < a.n || a.execution.kernel > kDecodeMaxCluster)
@@ -25,32 +25,84 @@ Status check(const Nvfp4Args& a) {
   if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
   if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
   const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
-  if (a.x_dtype == DType::f32 || !whole(a.w) || !whole(a.w_scales) || !whole(a.x) || a.ldx % 8 != 0)
+  if (!whole(a.w) || !whole(a.w_scales)) return Status::unsupported;
+  if (a.quantizes) {
+    if (!known(a.x_element) || !known(a.rule)) return Status::bad_argument;
+    if (a.places != nullptr && (a.x_rows < 1 || a.x_rows > kMost)) return Status::bad_argument;
+    if (!is_fp8(a.x_element) || is_f32_rule(a.rule) || a.execution.kernel > 0)
+      return Status::unsupported;
+    if (a.gate != nullptr && (a.x_dtype == DType::f32 || a.k % 8 != 0)) return Status::unsupported;
+    if (a.execution.workspace_bytes < nvfp4_workspace(a.m, a.k)) return Status::small_workspace;
+    return Status::ok;
+  }
+  if (a.gate != nullptr || a.places != nullptr || a.x_dtype == DType::f32 || !whole(a.x) ||
+      a.ldx % 8 != 0)
     return Status::unsupported;
-  return Status::ok;
+  return a.mx && a.x_dtype == DType::f16 ? Status::unsupported : Status::ok;
 }
 
-// CTAs of a cluster: up to 64 rows what the sizes of the weight say, so that the bits of a row do
-// not depend on their number.
-template <class Math>
-int cluster_of(const Nvfp4Args& a) {
-  return num_splits(
-      {SplitKind::nvfp4, a.n, a.k, current_device().sms, a.groups.count, a.m, Math::kCols});
+// x of a call that quantizes; false for a gate that no kernel knows.
+bool set_input(DecodeInput& in, const Nvfp4Args& a) {
+  const int64_t bytes = a.x_dtype == DType::f32 ? 4 : 2;
+  const auto lies = [&](const void* from, int64_t ld) {
+    return reinterpret_cast<uintptr_t>(from) % 16 == 0 && ld * bytes % 16 == 0;
+  };
+  in.x = a.x, in.ld = a.ldx, in.dtype = a.x_dtype, in.e5m2 = a.x_element == Element::e5m2;
+  in.vectors = lies(a.x, a.ldx) && (a.gate == nullptr || lies(a.gate, a.ldgate));
+  set_rule(in, a.rule, 0.0f);
+  return set_gate(in, a.gate, a.ldgate, a.x_act) && (a.gate == nullptr || in.vectors);
+}
+
+// Grid: x = quads, y = 16 rows.
+__global__ void __launch_bounds__(kInputThreads, 4)
+    nvfp4_input(const __grid_constant__ Nvfp4Input a) {
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  if (a.in.e5m2) return write_rows<Element::e5m2>(a);
+  write_rows<Element::e4m3>(a);
+}
+
+// Writes the values of its codes to the workspace, which then is x.
+Status prepare(Nvfp4Args& a) {
+  Nvfp4Input p;
+  if (!set_input(p.in, a)) return Status::unsupported;
+  p.places = {a.places, static_cast<int>(a.x_rows) - 1}, p.m = static_cast<int>(a.m),
+  p.k = static_cast<int>(a.k);
+  p.to = static_cast<uint16_t*>(a.execution.workspace), p.ld = (a.k + 7) / 8 * 8;
+  const int64_t blocks = (a.m + kInputRows - 1) / kInputRows;
+  if (blocks > 65535) return Status::unsupported;
+  const dim3 grid(static_cast<unsigned>((a.k + kNvfp4Quad - 1) / kNvfp4Quad),
+                  static_cast<unsigned>(blocks));
+  a.x = p.to, a.ldx = p.ld, a.x_dtype = DType::bf16, a.places = nullptr;
+  return launch_early(nvfp4_input, {grid, kInputThreads, a.execution.stream}, p);
+}
+
+// Of the parts of k, the CTAs of a cluster: up to 64 rows what the sizes of the weight say, so that
+// the bits of a row do not depend on their number. block: rows.
+SplitProblem problem_of(const Nvfp4Args& a, int64_t block) {
+  return {SplitKind::nvfp4, a.n, a.k, current_device().sms, a.groups.count, a.m, block};
 }
 
 // What both kernels are told, and x.
 template <class Math>
-bool prepare(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) {
-  p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.scale_rows = a.scale_rows,
+bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) {
+  p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.scale_rows = a.scale_rows, p.mx = a.mx;
   p.n = static_cast<int>(a.n);
+  p.k = static_cast<int>(a.k);
   p.groups = (p.n + kNvfp4Rows - 1) / kNvfp4Rows;
   p.quads = static_cast<int>((a.k + kNvfp4Quad - 1) / kNvfp4Quad);
   p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   rows.m = static_cast<int>(a.m), rows.most = Math::kCols;
   if (a.groups.count > 0) rows.groups = group_table(a.groups);
   p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
-  p.cluster = std::min(a.execution.kernel > 0 ? a.execution.kernel : cluster_of<Math>(a), p.quads);
+  p.cluster =
+      std::min(a.execution.kernel > 0 ? a.execution.kernel : num_splits(problem_of(a, Math::kCols)),
+               p.quads);
   p.parts = shares_of(p.quads, p.cluster);
+  if constexpr (Math::kMakes) {
+    p.places = {a.places, static_cast<int>(a.x_rows) - 1};
+    return set_input(p.in, a) && p.in.plain(a.k);
+  }
   const auto type =
       Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return mxtile::sm90::tensor_map_2d(x, type, 2, a.x, a.m, a.k, a.ldx * 2, Math::kCols);
@@ -78,11 +130,11 @@ template <class Math>
 Status run(const Nvfp4Args& a) {
   Nvfp4Params p;
   DecodeRows rows;
-  CUtensorMap x;
-  if (!prepare<Math>(a, p, rows, x)) return Status::unsupported;
+  CUtensorMap x{};
+  if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
   const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
-  p.stages = room.stages, p.sums_at = room.sums_at;
-  if (p.stages < 1) return Status::unsupported;
+  p.stages = room.stages, p.weights_at = room.weights_at, p.sums_at = room.sums_at;
+  if (p.stages < (Math::kMakes ? Math::kParts : 1)) return Status::unsupported;
   const int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
   const int bytes = std::max(room.bytes, Math::kLeastSmem);
   return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, Math::kSmem, x, p, rows);
@@ -93,8 +145,8 @@ template <class Math>
 Status run_many(const Nvfp4Args& a) {
   Nvfp4Params p;
   DecodeRows rows;
-  CUtensorMap x;
-  if (!prepare<Math>(a, p, rows, x)) return Status::unsupported;
+  CUtensorMap x{};
+  if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
   // Where 16 bits of out are all there is to write, in whole 16 bytes.
   p.walks = p.cluster == 1 && a.groups.count == 0 && !a.activates && a.out_dtype != DType::f32 &&
             a.ldo % 8 == 0 && a.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
@@ -111,9 +163,20 @@ int64_t rows_of(const Nvfp4Args& a) {
 }
 
 // NOTE: up to 64 rows all in one way, so that a row has the same sums.
-Status run_bf16(const Nvfp4Args& a) {
+Status run_bf16(Nvfp4Args a) {
   const int64_t m = rows_of(a);
-  if (m <= 8) return run<Nvfp4Math<8, false>>(a);
+  if (a.quantizes) {
+    const int64_t quads = (a.k + kNvfp4Quad - 1) / kNvfp4Quad;
+    const int cluster = num_splits(problem_of(a, 8));
+    const bool own = m <= 8 && m * ((quads + cluster - 1) / cluster) <= kNvfp4OwnQuads;
+    if (own && a.x_element == Element::e4m3) {
+      const Status status = run<Nvfp4Math<8, false, true, true>>(a);
+      if (status != Status::unsupported) return status;
+    }
+    const Status status = prepare(a);
+    if (status != Status::ok) return status;
+  }
+  if (m <= 8) return run<Nvfp4Math<8, false, false, true>>(a);
   if (m <= 16) return run<Nvfp4Math<16, false>>(a);
   if (m <= 32) return run<Nvfp4Math<32, false>>(a);
   const bool thin = a.n <= 3072 && m <= 128;
@@ -135,7 +198,7 @@ Status nvfp4_product(const Nvfp4Args& a) {
   const Status status = check(a);
   if (status != Status::ok) return status;
   if (current_device().sms == 0) return Status::unsupported;
-  return a.x_dtype == DType::bf16 ? run_bf16(a) : run_f16(a);
+  return a.quantizes || a.x_dtype == DType::bf16 ? run_bf16(a) : run_f16(a);
 }
 
 }  // namespace te_mx::sm90

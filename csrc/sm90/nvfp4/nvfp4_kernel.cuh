@@ -1,4 +1,4 @@
-// Rows of x, bf16 or fp16, times NVFP4 weights that stand still (sm90_nvfp4.h):
+// Rows of x, bf16 or fp16, times NVFP4 or MXFP4 weights that stand still (sm90_nvfp4.h):
 // out[row, n] = scale * sum over k of x[row, k] w[n, k].
 //
 // Grid: x = tiles of weights * blocks of kCols rows (decode_rows.cuh) * CTAs of a cluster. The
@@ -8,7 +8,8 @@
 // depend on n and k, not on the other rows of x nor on their number.
 //
 // One warp asks for quads, first of all those of weights, before it waits for the kernel that wrote
-// x; every warpgroup multiplies 64 rows of weights.
+// x; every warpgroup multiplies 64 rows of weights. Up to 8 rows that are quantized are made by
+// every CTA, its part of k, by the warps that multiply.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +17,11 @@
 #include "common/shares.cuh"
 #include "decode/decode_out.cuh"
 #include "mxtile/sm90/cluster.cuh"
+#include "mxtile/sm90/mma.cuh"
+#include "mxtile/sm90/shared.cuh"
+#include "mxtile/sm90/swizzle.cuh"
 #include "mxtile/sm90/tma.cuh"
+#include "nvfp4/nvfp4_input.cuh"
 #include "nvfp4/nvfp4_operand.cuh"
 
 namespace te_mx::sm90 {
@@ -26,27 +31,31 @@ inline constexpr int kNvfp4MostStages = 12;
 struct Nvfp4Params {
   const uint8_t* w = nullptr;  // codes
   const uint8_t* w_scales = nullptr;
-  const float* scale = nullptr;  // of every matrix, or of each of its rows
+  const float* scale = nullptr;  // of every matrix, or of each of its rows; null: 1
   bool scale_rows = false;
-  int n = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
-  int cluster = 1, blocks = 1, stages = 0, sums_at = 0;
+  bool mx = false;                          // MXFP4
+  int n = 0, k = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
+  int cluster = 1, blocks = 1, stages = 0, weights_at = 0, sums_at = 0;
   bool walks = false;  // nvfp4_many.cuh
   Shares parts;        // of quads
+  DecodeInput in;      // where CTAs make their x
+  RowPlaces places;
   DecodeOut out;
 };
 
-// What goes where in shared memory behind the barriers: stages of x, then of weights, from 0 on;
-// sums, at 0 where they take the place of all that.
+// What goes where in shared memory behind the barriers: x, all of it or in stages, from 0 on, then
+// stages of weights; sums, at 0 where they take the place of all that.
 struct Nvfp4Room {
-  int stages, sums_at, bytes;
+  int stages, weights_at, sums_at, bytes;
 };
 
 // kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile, whose k two warpgroups
-// have in turn.
-template <int kColumns, bool kIsHalf>
+// have in turn. kMakes: x is quantized here. kAlone: warps multiply by themselves.
+template <int kColumns, bool kIsHalf, bool kQuantizes = false, bool kByWarps = false>
 struct Nvfp4Math {
+  static constexpr bool kAlone = kByWarps;
   using Operand = Nvfp4Operand<kIsHalf>;
-  static constexpr bool kHalf = kIsHalf;
+  static constexpr bool kHalf = kIsHalf, kMakes = kQuantizes;
   static constexpr int kCols = kColumns, kGroups = 1, kParts = 2;
   static constexpr int kFloats = kCols / 2;
   static constexpr int kWarps = 4 * kGroups, kMath = 32 * kWarps * kParts, kThreads = kMath + 32;
@@ -62,7 +71,8 @@ struct Nvfp4Math {
   // Of a part of so many quads. Sums lie behind the stages, or in their place where there would be
   // too few of these.
   static constexpr Nvfp4Room room(int cluster, int quads) {
-    const int stage = kX + kW, sums = sums_bytes(cluster), space = kSmem - 1024;
+    const int made = kMakes ? quads * kX : 0, stage = kMakes ? kW : kX + kW;
+    const int sums = sums_bytes(cluster), space = kSmem - 1024 - made;
     // NOTE: a stage is that of one part: who has not seen all phases of a barrier cannot wait
     // there.
     const auto stages = [&](int bytes) {
@@ -70,9 +80,10 @@ struct Nvfp4Math {
       return quads <= most ? quads : most - most % kParts;
     };
     const int apart = stages(space - sums), over = stages(space);
+    const int both = made + apart * stage, all = made + over * stage;
     if (cluster > 1 && (apart >= 4 || apart == over))
-      return {apart, apart * stage, 1024 + apart * stage + sums};
-    return {over, 0, 1024 + (over * stage > sums ? over * stage : sums)};
+      return {apart, kMakes ? made : apart * kX, both, 1024 + both + sums};
+    return {over, kMakes ? made : over * kX, 0, 1024 + (all > sums ? all : sums)};
   }
 };
 
@@ -85,6 +96,7 @@ __host__ __device__ constexpr int tiles_of(int groups) {
 template <class Math>
 struct Nvfp4Place {
   static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
+  static constexpr int kInput = Math::kMakes ? 0 : Math::kX;                  // of a stage
   const Nvfp4Params& p;
   const DecodeRows& rows;
   uint8_t* smem;
@@ -104,10 +116,10 @@ struct Nvfp4Place {
   __device__ __forceinline__ int mine() const {
     return (Math::kFragments - rank + p.cluster - 1) / p.cluster;
   }
+  // Bytes of the scales of 64 rows, which may be fewer than there is room for.
+  __device__ __forceinline__ int scales() const { return p.mx ? 4 * kMxfp4Scales : kScales; }
   __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
-  __device__ __forceinline__ uint32_t w(int s) const {
-    return base + p.stages * Math::kX + s * Math::kW;
-  }
+  __device__ __forceinline__ uint32_t w(int s) const { return base + p.weights_at + s * Math::kW; }
   __device__ __forceinline__ uint32_t w_scales(int s) const {
     return w(s) + Math::kGroups * kCodes;
   }
@@ -127,27 +139,29 @@ struct Nvfp4Place {
   __device__ __forceinline__ void ask_weights(int i, int s) const {
     const uint32_t bar = full + 8 * s;
     const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
-    tile::mbar_arrive_expect(bar, Math::kX + count * kNvfp4Block);
+    tile::mbar_arrive_expect(bar, kInput + count * (kCodes + scales()));
     int64_t from = (int64_t{rows.group} * p.groups + group) * p.quads + first + i;
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
       if (g < count) {
         tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, kCodes, bar);
-        tile::bulk_load(w_scales(s) + g * kScales, p.w_scales + from * kScales, kScales, bar);
+        tile::bulk_load(w_scales(s) + g * scales(), p.w_scales + from * scales(), scales(), bar);
       }
       from += p.quads;
     }
   }
   __device__ __forceinline__ void ask_x(const CUtensorMap* map, int i, int s) const {
-    const uint32_t bar = full + 8 * s;
-    const int k = (first + i) * kNvfp4Quad;
-    tile::tma_load(x(s), map, bar, k, rows.first);
-    tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, rows.first);
+    if constexpr (!Math::kMakes) {
+      const uint32_t bar = full + 8 * s;
+      const int k = (first + i) * kNvfp4Quad;
+      tile::tma_load(x(s), map, bar, k, rows.first);
+      tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, rows.first);
+    }
   }
   __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
     const int ahead = min(p.stages, length);
     for (int i = 0; i < ahead; ++i) ask_weights(i, i);
-    if (rows.early()) tile::await_predecessors();
+    if (!Math::kMakes && rows.early()) tile::await_predecessors();
     for (int i = 0; i < ahead; ++i) ask_x(map, i, i);
     int s = 0, phase = 0;
     for (int i = ahead; i < length; ++i) {
@@ -159,15 +173,69 @@ struct Nvfp4Place {
   }
 };
 
-// Products of the warpgroup's quads with x. w, w_scales: shared addresses of the lane's part of the
-// warp's quad; x: wgmma_desc.
-template <class Math>
-__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_t w,
-                                              uint32_t w_scales, uint32_t x) {
+// The lane's part of the warp's quad in shared memory, and x.
+struct QuadPlace {
+  uint32_t w, w_scales, x;
+};
+
+template <class Math, bool kMx>
+struct QuadScales {
+  using Operand = typename Math::Operand;
+  uint32_t words[4];
+  __device__ __forceinline__ explicit QuadScales(uint32_t at) {
+    if constexpr (kMx) {
+      const uint2 two = tile::load_shared8(at);
+      words[0] = two.x, words[1] = two.y, words[2] = words[3] = 0;
+    } else {
+      const uint4 four = tile::load_shared16(at);
+      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    }
+  }
+  // Those of two rows for the j-th 16 of k.
+  __device__ __forceinline__ uint32_t of(int j) const {
+    if constexpr (kMx) {
+      return j / 2 % 2 == 0 ? Operand::template powers<0>(words[j / 4])
+                            : Operand::template powers<1>(words[j / 4]);
+    } else {
+      return j % 2 == 0 ? Operand::template scales<0>(words[j / 2])
+                        : Operand::template scales<1>(words[j / 2]);
+    }
+  }
+};
+
+// Products of a warp's quad with x by itself: of up to 8 rows, for which wgmma waits more than it
+// multiplies. Sums have the same bits.
+template <class Math, bool kMx>
+__device__ __forceinline__ void multiply_alone(float (&d)[Math::kFloats], const QuadPlace& at) {
+  using Operand = typename Math::Operand;
+  const QuadScales<Math, kMx> scales(at.w_scales);
+  const uint4 two[2] = {tile::load_shared16(at.w), tile::load_shared16(at.w + 512)};
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {  // of 32 of k
+    uint32_t a[2][4];
+    const uint4& codes = two[q / 2];
+    Operand::make(a[0], q % 2 == 0 ? codes.x : codes.z, scales.of(2 * q));
+    Operand::make(a[1], q % 2 == 0 ? codes.y : codes.w, scales.of(2 * q + 1));
+#pragma unroll
+    for (int j = 0; j < Math::kCols / 8; ++j) {
+      uint32_t b[4];
+      tile::ldmatrix_x4(b, at.x + q / 2 * (Math::kX / 2) + j * 1024 +
+                               tile::swizzle128(lane % 8, q % 2 * 4 + lane / 8));
+      float (&sums)[4] = *reinterpret_cast<float (*)[4]>(d + 4 * j);
+      Operand::multiply_alone(sums, a[0], b[0], b[1]);
+      Operand::multiply_alone(sums, a[1], b[2], b[3]);
+    }
+  }
+}
+
+// Products of the warpgroup's quads with x.
+template <class Math, bool kMx>
+__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], const QuadPlace& at) {
   using Operand = typename Math::Operand;
   constexpr int kBatch = Math::kBatch;
-  const uint4 four = tile::load_shared16(w_scales);
-  const uint32_t scales[4] = {four.x, four.y, four.z, four.w};
+  const QuadScales<Math, kMx> scales(at.w_scales);
+  const uint32_t x = tile::wgmma_desc_at(at.x);
   uint4 codes{};
   uint32_t a[2 * kBatch][4];
   const auto batch = [&](auto b) {
@@ -175,14 +243,12 @@ __device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], uint32_
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int j = b * kBatch + i;  // of 16 of k
-      if (j % 4 == 0) codes = tile::load_shared16(w + j / 4 * 512);
+      if (j % 4 == 0) codes = tile::load_shared16(at.w + j / 4 * 512);
       const uint32_t word = j % 4 == 0   ? codes.x
                             : j % 4 == 1 ? codes.y
                             : j % 4 == 2 ? codes.z
                                          : codes.w;
-      Operand::make(a[j % (2 * kBatch)], word,
-                    j % 2 == 0 ? Operand::template scales<0>(scales[j / 2])
-                               : Operand::template scales<1>(scales[j / 2]));
+      Operand::make(a[j % (2 * kBatch)], word, scales.of(j));
     }
     tile::wgmma_fence();
 #pragma unroll
@@ -219,7 +285,8 @@ __device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
         at.p.scale + (at.p.scale_rows ? row0 + n : static_cast<int64_t>(at.rows.group));
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      v[i] *= __ldg(scale + (at.p.scale_rows ? min(i, there - 1) : 0)) * kNvfp4Up;
+      v[i] *=
+          (at.p.mx ? 1.0f : __ldg(scale + (at.p.scale_rows ? min(i, there - 1) : 0))) * kNvfp4Up;
     write_eight(at.p.out, at.rows.first + col, n, row0, there, v);
   }
 }
@@ -246,7 +313,10 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     return;
   }
   const Nvfp4Place<Math> at(p, rows, tile_n, smem);
-  if (threadIdx.x == Math::kMath) tile::tma_prefetch(&map), at.start();
+  if (threadIdx.x == Math::kMath) {
+    if constexpr (!Math::kMakes) tile::tma_prefetch(&map);
+    at.start();
+  }
   __syncthreads();
   if (p.cluster > 1 && !at.over()) tile::cluster_arrive_relaxed();  // who has waited may send
   tile::let_dependents_start();
@@ -261,17 +331,37 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     return;
   }
 
+  if constexpr (Math::kMakes) {
+    if (rows.early()) tile::await_predecessors();
+    make_rows<Math::kMath>(p.in, p.places, p.k, rows, at.first, at.length, smem + 1024);
+    tile::fence_async_proxy();
+    tile::named_barrier(2, Math::kMath);
+  }
   float d[Math::kFloats] = {};
   // Warpgroups of a tile have one quad, those of its next part the next.
   const int part = warp / Math::kWarps, own = warp - part * Math::kWarps;
+  const bool mx = !Math::kHalf && p.mx;
+  const uint32_t scales_at =
+      mx ? own * kMxfp4Scales + lane / 4 * 8 : own * kNvfp4Scales + lane / 4 * 16;
   int s = part, phase = 0;
 #pragma unroll 1
   for (int i = part; i < at.length; i += Math::kParts) {
     while (s >= p.stages) s -= p.stages, phase ^= 1;
     tile::mbar_wait(at.full + 8 * s, phase);
-    multiply_quad<Math>(d, at.w(s) + own * kNvfp4Codes + lane * 16,
-                        at.w_scales(s) + own * kNvfp4Scales + lane / 4 * 16,
-                        tile::wgmma_desc_at(at.x(s)));
+    const QuadPlace quad{at.w(s) + own * kNvfp4Codes + lane * 16, at.w_scales(s) + scales_at,
+                         at.x(Math::kMakes ? i : s)};
+    const auto multiply = [&](auto of_mx) {
+      if constexpr (Math::kAlone) {
+        multiply_alone<Math, of_mx.value>(d, quad);
+      } else {
+        multiply_quad<Math, of_mx.value>(d, quad);
+      }
+    };
+    if (mx) {
+      multiply(std::bool_constant<!Math::kHalf>{});
+    } else {
+      multiply(std::false_type{});
+    }
     __syncwarp();
     if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
     s += Math::kParts;

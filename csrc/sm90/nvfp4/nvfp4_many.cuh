@@ -18,7 +18,7 @@ namespace te_mx::sm90 {
 template <int kColumns, bool kIsHalf>
 struct Nvfp4Many {
   using Operand = Nvfp4Operand<kIsHalf>;
-  static constexpr bool kHalf = kIsHalf;
+  static constexpr bool kHalf = kIsHalf, kMakes = false;
   static constexpr int kCols = kColumns, kGroups = 2;
   static constexpr int kFloats = kCols / 2, kWarps = 4 * kGroups;
   static constexpr int kMath = 32 * kWarps, kThreads = kMath + 128;
@@ -64,6 +64,8 @@ struct Nvfp4ManyPlace {
     return w(s) + Math::kGroups * kCodes;
   }
   __device__ __forceinline__ uint8_t* sums() const { return smem + 1024; }
+  // Bytes of the scales of 64 rows, which may be fewer than there is room for.
+  __device__ __forceinline__ int scales() const { return p.mx ? 4 * kMxfp4Scales : kScales; }
   __device__ __forceinline__ void start() const {
     for (int i = 0; i < Math::kStages; ++i) {
       tile::mbar_init(bars + i, 1);
@@ -77,13 +79,13 @@ struct Nvfp4ManyPlace {
   __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
     const uint32_t bar = full + 8 * s;
     const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
-    tile::mbar_arrive_expect(bar, Math::kX + count * kNvfp4Block);
+    tile::mbar_arrive_expect(bar, Math::kX + count * (kCodes + scales()));
     int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i;
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
       if (g < count) {
         tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, kCodes, bar);
-        tile::bulk_load(w_scales(s) + g * kScales, p.w_scales + from * kScales, kScales, bar);
+        tile::bulk_load(w_scales(s) + g * scales(), p.w_scales + from * scales(), scales(), bar);
       }
       from += p.quads;
     }
@@ -113,6 +115,28 @@ struct Nvfp4ManyTile {
     tile_n = inside / width, block = band * kNvfp4Band + inside - tile_n * width;
   }
 };
+
+// Scales of a quad of a warp's rows, two for each 16 of k.
+struct TwoScales {
+  uint32_t two[8];
+  __device__ __forceinline__ uint32_t of(int j) const { return two[j]; }
+};
+template <class Math>
+__device__ __forceinline__ TwoScales two_scales(uint32_t at, bool mx) {
+  TwoScales made;
+  if (mx) {
+    if constexpr (!Math::kHalf) {
+      const QuadScales<Math, true> scales(at);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) made.two[j] = scales.of(j);
+    }
+  } else {
+    const QuadScales<Math, false> scales(at);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) made.two[j] = scales.of(j);
+  }
+  return made;
+}
 
 template <class Math>
 __global__ void __launch_bounds__(Math::kThreads, 1)
@@ -174,7 +198,9 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
   tile::registers_up<232>();
   int s = 0, phase = 0, before = 0;
   const uint32_t codes0 = at.w(0) + warp * kNvfp4Codes + lane * 16;
-  const uint32_t scales0 = at.w_scales(0) + warp * kNvfp4Scales + lane / 4 * 16;
+  const bool mx = !Math::kHalf && p.mx;
+  const uint32_t scales0 = at.w_scales(0) + (mx ? warp * kMxfp4Scales + lane / 4 * 8
+                                                : warp * kNvfp4Scales + lane / 4 * 16);
   const int64_t matrix0 = int64_t{own.group} * p.n;
 #pragma unroll 1
   for (int index = begin; index < all; index += by) {
@@ -186,8 +212,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
     for (int i = 0; i < at.length; ++i) {
       tile::mbar_wait(at.full + 8 * s, phase);
       const uint32_t x = tile::wgmma_desc_at(at.x(s)), w = codes0 + s * Math::kW;
-      const uint4 four = tile::load_shared16(scales0 + s * Math::kW);
-      const uint32_t scales[4] = {four.x, four.y, four.z, four.w};
+      const auto scales = two_scales<Math>(scales0 + s * Math::kW, mx);
       uint4 codes{};
       uint32_t a[4][4];
 #pragma unroll
@@ -201,9 +226,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
                                 : j % 4 == 1 ? codes.y
                                 : j % 4 == 2 ? codes.z
                                              : codes.w;
-          Operand::make(a[j % 4], word,
-                        j % 2 == 0 ? Operand::template scales<0>(scales[j / 2])
-                                   : Operand::template scales<1>(scales[j / 2]));
+          Operand::make(a[j % 4], word, scales.of(j));
         }
         tile::wgmma_fence();
 #pragma unroll
@@ -255,7 +278,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
         const float* const scale = p.scale + (p.scale_rows ? matrix0 + n : int64_t{rows.group});
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-          v[i] *= __ldg(scale + (p.scale_rows ? min(i, there - 1) : 0)) * kNvfp4Up;
+          v[i] *= (p.mx ? 1.0f : __ldg(scale + (p.scale_rows ? min(i, there - 1) : 0))) * kNvfp4Up;
         write_eight(p.out, rows.first + col, n, matrix0, there, v);
       }
       return;
@@ -265,7 +288,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int n = min(n0 + warp * 16 + lane / 4 + 8 * i, p.n - 1);
-      scale[i] = __ldg(p.scale + (p.scale_rows ? n : 0)) * kNvfp4Up;
+      scale[i] = (p.mx ? 1.0f : __ldg(p.scale + (p.scale_rows ? n : 0))) * kNvfp4Up;
       if (p.out.bias != nullptr) bias[i] = load_number(p.out.bias, n, p.out.bias_dtype);
     }
     const uint32_t room = at.base + Math::kRoomAt + warp * Math::kRoom;

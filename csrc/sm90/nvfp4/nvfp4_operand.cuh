@@ -1,4 +1,4 @@
-// NVFP4 codes times their block scales as operand A of wgmma, bf16 or fp16, exactly.
+// E2M1 codes times their block scales as operand A of wgmma, bf16 or fp16, exactly.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,6 +38,12 @@ struct Nvfp4Operand {
       return as<uint32_t>(__hadd2(as<__nv_bfloat162>(bits), as<__nv_bfloat162>(0xF000F000u)));
     }
   }
+  // The same of MXFP4, whose bytes are exponents of bf16.
+  template <int kTwo>
+  static __device__ __forceinline__ uint32_t powers(uint32_t word) {
+    static_assert(!kHalf);
+    return __byte_perm(word, 0, kTwo == 0 ? 0x4140 : 0x4342) << 7;
+  }
   // The low (or high) of two numbers, times a pair of codes.
   static __device__ __forceinline__ uint32_t times(uint32_t codes, uint32_t scales, bool high) {
     if constexpr (kHalf) {
@@ -64,6 +70,15 @@ struct Nvfp4Operand {
     a[2] = times(a[2], two, false), a[3] = times(a[3], two, true);
     tile::wgmma_pin(a);
   }
+  // By a warp alone, with 8 rows of x.
+  static __device__ __forceinline__ void multiply_alone(float (&d)[4], const uint32_t (&a)[4],
+                                                        uint32_t b0, uint32_t b1) {
+    if constexpr (kHalf) {
+      tile::mma_f16(d, a, b0, b1);
+    } else {
+      tile::mma_bf16(d, a, b0, b1);
+    }
+  }
   template <int kFloats>
   static __device__ __forceinline__ void multiply(float (&d)[kFloats], const uint32_t (&a)[4],
                                                   uint32_t x) {
@@ -74,5 +89,22 @@ struct Nvfp4Operand {
     }
   }
 };
+
+// Sixteen codes of a row as nibbles, of the words of lanes 4g + t for t from 0 to 3; high: row g
+// + 8.
+__device__ __forceinline__ void nibbles_of_words(uint32_t (&nibbles)[2], const uint32_t (&words)[4],
+                                                 int high) {
+  const int sign0 = high ? 9 : 12, rest0 = high ? 3 : 6, sign1 = high ? 10 : 11,
+            rest1 = high ? 9 : 0;
+  nibbles[0] = nibbles[1] = 0;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const uint32_t w = words[t];
+    const uint32_t first = (w >> rest0 & 0x00070007u) | (w >> sign0 & 0x00080008u);
+    const uint32_t second = (w >> rest1 & 0x00070007u) | (w >> sign1 & 0x00080008u);
+    nibbles[0] |= ((first | first >> 12) & 0xFFu) << (8 * t);
+    nibbles[1] |= ((second | second >> 12) & 0xFFu) << (8 * t);
+  }
+}
 
 }  // namespace te_mx::sm90

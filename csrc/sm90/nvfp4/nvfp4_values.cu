@@ -1,5 +1,5 @@
-// NVFP4 to what it stands for: weights that stand still (sm90_nvfp4.h), and plain codes. And what
-// comes behind a product of such values.
+// NVFP4 and MXFP4 to what they stand for: weights that stand still (sm90_nvfp4.h), and plain codes
+// of NVFP4. And what comes behind a product of such values.
 #include "common/formats.h"
 #include "common/launch.h"
 #include "common/numbers.cuh"
@@ -18,7 +18,7 @@ struct Nvfp4Values {
   const uint8_t* w;
   const uint8_t* w_scales;
   const float* scale;  // of the tensor, or of each of its rows
-  bool scale_rows;
+  bool scale_rows, mx;
   float* factors;
   int64_t quads;
   int n, k;
@@ -42,8 +42,14 @@ __global__ void __launch_bounds__(32 * kWarps) nvfp4_values(const Nvfp4Values p)
   const int k0 = static_cast<int>(quad / 4 % steps) * kNvfp4Quad + lane % 16 * 8;
   const uint4* const from = reinterpret_cast<const uint4*>(p.w + quad * kNvfp4Codes);
   const uint4 codes[2] = {__ldcs(from + lane), __ldcs(from + 32 + lane)};
-  const uint4 scales =
-      __ldcs(reinterpret_cast<const uint4*>(p.w_scales + quad * kNvfp4Scales) + lane / 4);
+  uint4 scales{};
+  if (p.mx) {
+    const uint8_t* const at = p.w_scales + quad * kMxfp4Scales;
+    const uint2 two = __ldcs(reinterpret_cast<const uint2*>(at) + lane / 4);
+    scales.x = two.x, scales.y = two.y;
+  } else {
+    scales = __ldcs(reinterpret_cast<const uint4*>(p.w_scales + quad * kNvfp4Scales) + lane / 4);
+  }
   const int low = min(row0 + lane / 4, p.n - 1), high = min(low + 8, p.n - 1);
   float of_rows[2] = {1.0f, 1.0f};
   if (p.scale != nullptr && p.factors == nullptr) {
@@ -60,9 +66,12 @@ __global__ void __launch_bounds__(32 * kWarps) nvfp4_values(const Nvfp4Values p)
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     uint32_t a[4];
+    const uint32_t four = pairs[p.mx ? j / 4 : j / 2];
     Operand::make(a, words[j],
-                  j % 2 == 0 ? Operand::template scales<0>(pairs[j / 2])
-                             : Operand::template scales<1>(pairs[j / 2]));
+                  p.mx ? (j / 2 % 2 == 0 ? Operand::template powers<0>(four)
+                                         : Operand::template powers<1>(four))
+                       : (j % 2 == 0 ? Operand::template scales<0>(four)
+                                     : Operand::template scales<1>(four)));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // NOTE: the first product is exact, the second may round.
@@ -237,6 +246,7 @@ Status nvfp4_to_values(const Nvfp4Args& a) {
                       a.w_scales,
                       a.scale,
                       a.scale_rows,
+                      a.mx,
                       a.factors,
                       4 * nvfp4_blocks(a.n, a.k),
                       static_cast<int>(a.n),

@@ -23,8 +23,9 @@ void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
 }
 
 // ok, or what is wrong with the operand. Sides without elements have no tiles.
-Status side_of(const PackArgs& args, PackSide& side) {
-  const Status status = check_plain(args.operand);
+Status side_of(const PackArgs& args, PackSide& side, bool stands = false) {
+  const Status status =
+      stands ? check_mx(args.operand.element, args.operand.scaling) : check_plain(args.operand);
   if (status != Status::ok) return status;
   const PackTask a = task_of(args);
   if (args.out.layout != Layout::tiles) return Status::unsupported;
@@ -84,13 +85,35 @@ Status pack_stacked(const PackArgs& a) {
   return run<true>(a, group_table(a.groups), a.groups.count);
 }
 
+Status unpack_stacked(const PackArgs& args, int64_t rows) {
+  if (args.operand.layout != Layout::standing) return Status::unsupported;
+  if (args.groups.count < 0 || (args.groups.count > 0 && !valid(args.groups)))
+    return Status::bad_argument;
+  StandingParams p{};
+  const Status status = side_of(args, p.side, true);
+  if (status != Status::ok || p.side.row_tiles == 0) return status;
+  const int64_t groups = args.groups.count > 0 ? args.groups.count : 1;
+  if (p.side.a.element != Element::e2m1 || groups * p.side.row_tiles > 65535)
+    return Status::unsupported;
+  if (args.groups.count > 0) p.groups = group_table(args.groups);
+  p.blocks = nvfp4_blocks(rows, p.side.a.k);
+  const dim3 grid(static_cast<unsigned>((p.side.a.k + kTile - 1) / kTile),
+                  static_cast<unsigned>(groups * p.side.row_tiles));
+  return launch_early(unpack_standing, {grid, kPackThreads, args.execution.stream}, p);
+}
+
 Status unpack(const PackArgs& args) {
   UnpackParams p{};
+  if (args.operand.layout == Layout::standing) return unpack_stacked(args, args.operand.rows);
   const Status status = unpacked_side_of(args, p.sides[0]);
   return status == Status::ok ? launch_unpack(p, args.operand.k, args.execution.stream) : status;
 }
 
 Status unpack_two(const PackArgs& first, const PackArgs& second) {
+  if (first.operand.layout == Layout::standing || second.operand.layout == Layout::standing) {
+    const Status status = unpack(first);
+    return status == Status::ok ? unpack(second) : status;
+  }
   UnpackParams p{};
   Status status = unpacked_side_of(first, p.sides[0]);
   if (status == Status::ok) status = unpacked_side_of(second, p.sides[1]);

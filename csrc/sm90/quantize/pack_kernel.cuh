@@ -9,6 +9,7 @@
 
 #include "common/groups.cuh"
 #include "mxtile/sm90/copy_async.cuh"
+#include "nvfp4/nvfp4_operand.cuh"
 #include "quantize/plain_codes.cuh"
 #include "quantize/plain_tasks.h"
 #include "quantize/quantize_input.cuh"
@@ -68,6 +69,29 @@ __device__ __forceinline__ void load_transposed(Smem& s, uint32_t (&v)[4][4], co
   }
 }
 
+// Nibbles and scale bytes of a tile of MXFP4 that stands still (sm90_nvfp4.h), as pack_tile has
+// them of plain codes: rows r + 32 i of tile rt, of which `rows` exist, 16 of k from k on.
+__device__ __forceinline__ void load_standing(uint32_t (&nibbles)[4][2], uint32_t (&e)[4],
+                                              const PackTask& a, int rt, int kt, int steps, int r,
+                                              int k, int rows) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    nibbles[i][0] = nibbles[i][1] = e[i] = 0;
+    if (32 * i >= rows) continue;
+    const int row = r + 32 * i;
+    const int64_t block = (int64_t{2} * rt + row / kNvfp4Rows) * steps + kt;
+    const int64_t quad = 4 * block + row % kNvfp4Rows / 16;
+    const uint8_t* const from =
+        a.codes + quad * kNvfp4Codes + k / 64 * 512 + row % 8 * 64 + k % 64 / 4;
+    uint32_t words[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) words[t] = __ldcs(reinterpret_cast<const uint32_t*>(from + 16 * t));
+    nibbles_of_words(nibbles[i], words, row % 16 / 8);
+    const int at = row % 8 * 8 + k / 64 * 4 + k % 64 / 32 * 2 + row % 16 / 8;
+    e[i] = (__ldg(a.scales + quad * kMxfp4Scales + at) - kMxfp4Bias) & 255;
+  }
+}
+
 // The operand of group i in a stack.
 template <tile::Fp8 kFmt, bool kTransposed>
 __device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
@@ -79,8 +103,9 @@ __device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
   return a;
 }
 
-// Tile (rt, kt) of an operand by the CTA; all_rows and all_k of it exist.
-template <tile::Fp8 kFmt, bool kTransposed>
+// Tile (rt, kt) of an operand by the CTA; all_rows and all_k of it exist. kStands: codes of 4 bits
+// lie as those of a weight that stands still.
+template <tile::Fp8 kFmt, bool kTransposed, bool kStands = false>
 __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const PackSide& p,
                                           const PackTask& a, int rt, int kt, int all_rows,
                                           int all_k) {
@@ -89,14 +114,19 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
   const int rows = all_rows - r, block = k / 32;
   uint32_t v[4][4], e[4];
   [[maybe_unused]] uint32_t nibbles[4][2];
-  if constexpr (kIsFp4<kFmt> && !kTransposed) {
+  if constexpr (kStands) {
+    load_standing(nibbles, e, a, rt, kt, static_cast<int>((a.k + 127) / 128), r, k, rows);
+    // NOTE: nobody writes such a weight meanwhile, but somebody may read what was unpacked before.
+    tile::await_predecessors();
+    tile::let_dependents_start();
+  } else if constexpr (kIsFp4<kFmt> && !kTransposed) {
     load_codes<4, 8>(nibbles, a.codes + (r0 + r) * p.ld + kt * int64_t{64} + k / 2, p.ld, 32, rows,
                      (all_k - k + 1) / 2, p.vectors, &s.codes[0][0] + 32 * threadIdx.x);
   } else if constexpr (!kTransposed) {
     load_codes<4, 16>(v, a.codes + (r0 + r) * p.ld + k0 + k, p.ld, 32, rows, all_k - k, p.vectors,
                       &s.codes[0][0] + 64 * threadIdx.x);
   }
-  {
+  if constexpr (!kStands) {
     const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * p.scale_ld;
     const uint8_t* from =
         a.scales + (kTransposed ? b * p.scale_ld + r0 + r : (r0 + r) * p.scale_ld + b);
@@ -219,6 +249,34 @@ __global__ void __launch_bounds__(kPackThreads, 8)
   tile::await_predecessors();
   tile::let_dependents_start();
   pack_tile<tile::Fp8::e2m1, false>(s, side, side.a, rt, kt, all_rows, all_k);
+}
+
+// Weights of 4 bits that stand still, or the same rows of those of groups with rows.
+struct StandingParams {
+  PackSide side;
+  GroupTable groups;  // count 0: one matrix
+  int64_t blocks;     // of 64 rows and 128 of k, from matrix to matrix
+};
+
+__global__ void __launch_bounds__(kPackThreads, 6)
+    unpack_standing(const __grid_constant__ StandingParams p) {
+  __shared__ PackSmem<tile::Fp8::e2m1, false> s;
+  const PackSide& side = p.side;
+  const int kt = static_cast<int>(blockIdx.x),
+            group = static_cast<int>(blockIdx.y) / side.row_tiles;
+  const int rt = static_cast<int>(blockIdx.y) - group * side.row_tiles;
+  PackTask a = side.a;
+  if (p.groups.count > 0) {
+    tile::await_predecessors();
+    if (!p.groups.may_have_rows(group)) return;
+    a.codes += group * p.blocks * (4 * kNvfp4Codes),
+        a.scales += group * p.blocks * (4 * kMxfp4Scales);
+    a.out.codes += group * (a.rows * packed_ld(a.k));
+    a.out.scales += group * packed_scale_words(a.rows, a.k);
+  }
+  const int all_rows = rt == side.row_tiles - 1 ? side.last_rows : 128;
+  const int all_k = kt == static_cast<int>(gridDim.x) - 1 ? side.last_k : 128;
+  pack_tile<tile::Fp8::e2m1, false, true>(s, side, a, rt, kt, all_rows, all_k);
 }
 
 }  // namespace te_mx::sm90

@@ -55,7 +55,7 @@ class ReferenceConvert(Reference):
 
     def run(self, operand: Operand, spec: str) -> Operand:
         fmt, layout = spec_of(operand.spec)
-        rows = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
+        rows = layout.plain(fmt, operand, operand.k)
         codes, scales = spec_of(spec).layout.pack(fmt, *rows, operand.k)
         return operand._replace(codes=codes, scales=scales, spec=spec, packed=None)
 

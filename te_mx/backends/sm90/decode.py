@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from te_mx import layouts
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, why_not_dtype
 from te_mx.backends.base import FORMATS as FORMAT_IDS
-from te_mx.backends.native import FORMATS, MX, words_of
+from te_mx.backends.native import FORMATS, words_of
 from te_mx.backends.sm90 import binding, gemm, grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
@@ -97,7 +97,7 @@ class Decoded:
 
 
 class Decode(FrozenKernel):
-    """Weights of 8 or 4 bits as they lie for the GEMM, or plain; inputs quantized to FP8 with
+    """Weights of 8 bits as they lie for the GEMM, or plain; inputs quantized to FP8 with
     scales of the same kind, or of 16 bits as they are."""
 
     name, planner = DECODE, Decoded
@@ -107,7 +107,7 @@ class Decode(FrozenKernel):
         fmt, _, lies = problem.rhs.partition("@")
         in_tiles = lies != "any" and not problem.groups and fmt != "mxfp8_e4m3"
         problem = problem._replace(rhs=f"{fmt}@any")  # whichever of both it is given
-        reason = why_not(problem, formats=MX + BLOCKWISE)
+        reason = why_not(problem, formats=(*FORMATS, *BLOCKWISE))
         if reason is None:
             reason = why_not_second(problem.rhs) or _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:

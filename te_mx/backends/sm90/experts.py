@@ -18,6 +18,7 @@ from te_mx.backends.sm90.fused import makes
 from te_mx.backends.sm90.gemm import frozen_tiles, lies_in_tiles
 from te_mx.backends.sm90.grouped import (
     expect,
+    gemm_bands,
     gemm_rows,
     groups_of,
     is_plain,
@@ -25,10 +26,10 @@ from te_mx.backends.sm90.grouped import (
     quantize_groups,
     set_outputs,
 )
-from te_mx.backends.sm90.layouts import SM90_FROZEN
+from te_mx.backends.sm90.layouts import SM90_FROZEN, SM90_NVFP4
 from te_mx.backends.sm90.layouts.frozen import FORMAT
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS
-from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles
+from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles, one_copy
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import GroupedRows, Groups, Mode, QuantizeGroups
 from te_mx.dispatch.fused import ACT_IDS
@@ -43,6 +44,7 @@ from te_mx.runtime import workspace
 # Mean rows of an expert from which tiles are faster than reading weights once for 8 rows, although
 # weights that lie as codes and scales are packed at every call.
 LEAST_ROWS, LEAST_ROWS_PACKED = 32, 6
+LEAST_ROWS_STANDING = 384  # of MXFP4 that stands still, of which bands become tiles at every call
 LEAST_SORTED = 64  # the same of one product, whose rows are sorted and put back
 MOST_EXPERTS = 4096  # te_mx/sm90.h
 _I32, _E4M3 = torch.int32, FORMATS["e4m3"]
@@ -77,9 +79,10 @@ def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | Non
     return made
 
 
-def why_not_sorted(problem: Problem) -> str | None:
-    """Why no product with weights of experts runs in tiles."""
-    reason = why_not_each(as_multiplied(problem), ("rows",), ("rows", "sm90"))
+def why_not_sorted(problem: Problem, *layouts: str) -> str | None:
+    """Why no product with weights of experts, that lie plain, in tiles or in `layouts`, runs in
+    tiles."""
+    reason = why_not_each(as_multiplied(problem), ("rows",), ("rows", "sm90", *layouts))
     reason = reason or not_adaptive(problem, INVARIANT) or why_not_dtype(problem)
     if reason is None and problem.precision == INVARIANT:
         rhs = spec_of(problem.rhs)
@@ -101,6 +104,9 @@ def product(lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, ou
             what: Any) -> Tensor:  # fmt: skip
     """out: sorted rows times the weights of their experts."""
     rhs = weight
+    if weight.layout is SM90_NVFP4:
+        gemm_bands(GroupedRows(lhs, weight, groups, bias, out, what.mode))
+        return out
     if is_plain(weight.spec) and what.mode.precision == INVARIANT:
         rhs = frozen_tiles(weight)
     elif is_plain(weight.spec):
@@ -115,13 +121,15 @@ class HopperExperts(ExpertsKernel):
     name, invariant = "sm90_tiles", True
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not_sorted(problem)
+        reason = why_not_sorted(problem, SM90_NVFP4.name)
         invariant = problem.precision == INVARIANT
         spread = BY_ROWS if invariant else problem.spread
         row = problem.lhs.replace("@rows", f"@sm90_rows:{spread}")
         if reason is None and not makes(row, "", problem.rule, problem.dtype):
             reason = f"makes no {problem.lhs} of activated {problem.dtype}"
         least = LEAST_ROWS if is_plain(problem.rhs) else LEAST_ROWS_PACKED
+        if spec_of(problem.rhs).layout is SM90_NVFP4:
+            least = LEAST_ROWS_STANDING
         if reason is None and not invariant and rows_of_expert(problem) < least:
             reason = f"is for {least} rows an expert or more"
         return reason
@@ -176,8 +184,10 @@ class HopperMoeTiles(Kernel):
         return reason
 
     def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
-        plain_8_bits = is_plain(stack.spec) and stack.format.element.bits == 8
-        return in_tiles(stack, problem.spread) if plain_8_bits else stack
+        if not is_plain(stack.spec):
+            return stack
+        wide = stack.format.element.bits == 8
+        return in_tiles(stack, problem.spread) if wide else one_copy(stack)
 
     def note(self, problem: Problem) -> str:
         return "sorts tokens by expert, in tiles"

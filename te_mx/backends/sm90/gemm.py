@@ -15,7 +15,7 @@ from te_mx.backends.native import FP4, fields_of, record_of
 from te_mx.backends.reference import gemm
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not, why_not_second
-from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen
+from te_mx.backends.sm90.layouts import SM90_FROZEN, SM90_NVFP4, frozen
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
@@ -176,8 +176,10 @@ class Products:
         at, packs = 0, []
         sides = ("lhs", p.lhs, p.m), ("rhs", p.rhs, p.n)
         for (side, spec, rows), spread in zip(sides, spreads, strict=True):
-            fp4 = is_plain_fp4(spec)
-            if spec_of(spec).layout.name in binding.PLAIN_LAYOUTS and not (as_is and fp4):
+            layout = spec_of(spec).layout
+            fp4 = is_plain_fp4(spec) or layout is SM90_NVFP4
+            plain = layout.name in binding.PLAIN_LAYOUTS or layout is SM90_NVFP4
+            if plain and not (as_is and fp4):
                 nbytes, scales_at = native.packed_bytes(rows, p.k)
                 record = native.PackArgs(
                     rows=rows, k=p.k, out_layout=_TILES, spread=spread, device=self.index,
@@ -265,7 +267,8 @@ class Adaptive(Kernel):
     op, name, rank = "gemm", ADAPTIVE, 0
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
+        layouts = "rows", "cols", "sm90", SM90_NVFP4.name
+        reason = why_not(as_multiplied(problem), *layouts)
         return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
@@ -327,7 +330,7 @@ class Invariant(Adaptive):
 
     def accepts(self, problem: Problem) -> str | None:
         lhs, rhs = spec_of(problem.lhs), spec_of(problem.rhs).layout
-        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90")
+        reason = why_not(as_multiplied(problem), "rows", "cols", "sm90", SM90_NVFP4.name)
         tiles = getattr(lhs.layout, "spread", -1) == BY_ROWS
         if reason is None and not (tiles or lhs.layout.exact):
             reason = f"takes inputs in rows, or in sm90:{BY_ROWS}"

@@ -50,7 +50,7 @@ from te_mx.backends.sm90.envelope import (
 )
 from te_mx.backends.sm90.fused import makes
 from te_mx.backends.sm90.gemm import ADAPTIVE, Invariant, frozen_tiles, lies_in_tiles
-from te_mx.backends.sm90.layouts import SM90_FROZEN
+from te_mx.backends.sm90.layouts import SM90_FROZEN, SM90_NVFP4
 from te_mx.backends.sm90.layouts.factors import (
     SM90_FACTOR_K,
     SM90_FACTOR_ROWS,
@@ -235,6 +235,31 @@ def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread:
     return made
 
 
+BAND_BYTES = 512 << 20  # of tiles: every band reads all tokens once more
+
+
+def gemm_bands(p: GroupedRows) -> None:
+    """The rows of all groups times MXFP4 weights that stand still: as many rows of every weight at
+    a time as BAND_BYTES of tiles hold become tiles. `p.groups.offs` is on the device."""
+    native, w, spread = binding.native(), p.rhs, p.mode.spread
+    steps, spec = -(-w.k // 128), f"{w.format.name}@sm90:{spread}"
+    band = max(BAND_BYTES // (w.groups * w.k) // 256, 1) * 256
+    for first in range(0, w.rows, band):
+        rows = min(band, w.rows - first)
+        made = binding.empty_stack(spec, w.groups, rows, w.k, w.codes.device)
+        quads = first // 16 * steps
+        args = native.PackArgs(
+            rows=rows, k=w.k, out_layout=LAYOUTS["sm90"], spread=spread,
+            codes=w.codes.data_ptr() + quads * 1024, scales=w.scales.data_ptr() + quads * 64,
+            out_codes=made.codes.data_ptr(), out_scales=made.scales.data_ptr(), **fields_of(w.spec),
+        )  # fmt: skip
+        binding.set_execution(args, w.codes.device.index)
+        args.groups = groups_of(p.groups.offs, p.groups.capacity, len(p.out))
+        expect(native.unpack_stacked(args, w.rows), f"{w.groups} weights of {(rows, w.k)}")
+        bias = None if p.bias is None else p.bias[:, first : first + rows]
+        gemm_rows(p._replace(bias=bias, out=p.out[:, first : first + rows]), made)
+
+
 def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     """The one of several matrices [n, m] that lies first, and how many rows behind it each begins;
     None unless these are whole numbers that the kernel can count.
@@ -279,7 +304,8 @@ def _gemm_args(lhs: Operand, rhs: Operand | Stack, m: int, n: int, k: int, out: 
     args = binding.native().GroupedGemmArgs(
         lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(), lhs_rows=m, lhs_k=k,
         rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), rhs_rows=n, rhs_k=k,
-        out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[-1],
+        out=out.data_ptr(), out_dtype=FLOAT_DTYPES[out.dtype],
+        ldo=max(out.stride(-2), out.shape[-1]),
         **fields_of(lhs.spec, "lhs"), **fields_of(rhs.spec, "rhs"),
     )  # fmt: skip
     binding.set_execution(args, out.device.index)
@@ -350,7 +376,8 @@ class HopperGemmRows(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         problem = as_multiplied(problem)
-        reason = why_not_each(problem, ("sm90_rows",), ("sm90", "rows", "cols"))
+        layouts = "sm90", "rows", "cols", SM90_NVFP4.name
+        reason = why_not_each(problem, ("sm90_rows",), layouts)
         return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
@@ -362,11 +389,16 @@ class HopperGemmRows(Kernel):
     def run(self, p: GroupedRows) -> str:
         (offs, capacity), rhs, rows = p.groups, p.rhs, p.lhs.rows
         check_ends(p.groups, rows)
-        if is_plain(rhs.spec):
+        stands = rhs.layout is SM90_NVFP4
+        if stands or is_plain(rhs.spec):
             offs = offs_on_device(offs, p.out.device)  # once for both kernels
             p = p._replace(groups=Groups(offs, capacity))
-            rhs = pack_weights(rhs, offs, capacity, rows, p.mode.spread)
-        gemm_rows(p, rhs)
+        if stands:
+            gemm_bands(p)
+        elif is_plain(rhs.spec):
+            gemm_rows(p, pack_weights(rhs, offs, capacity, rows, p.mode.spread))
+        else:
+            gemm_rows(p, rhs)
         return self.name
 
 

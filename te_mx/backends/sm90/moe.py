@@ -8,10 +8,11 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
 from te_mx.backends.base import pointer
-from te_mx.backends.native import FORMATS, routed_record
+from te_mx.backends.native import FORMATS, FP4, routed_record
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.grouped import pack_weights
+from te_mx.backends.sm90.nvfp4 import Rest
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Align, RoutedGemm, capacity
@@ -27,6 +28,13 @@ def in_tiles(stack: Stack, spread: int) -> Stack:
     """All of some plain weights, packed."""
     ends = torch.arange(1, stack.groups + 1, device=stack.codes.device, dtype=torch.int32)
     return pack_weights(stack, ends, 0, stack.groups, spread)
+
+
+def one_copy(stack: Stack) -> Stack:
+    """Some plain weights of 4 bits as those that stand still, where they can lie so."""
+    made = Rest().rest(stack)
+    assert isinstance(made, Stack)
+    return made
 
 
 class HopperMoeGemm(Kernel):
@@ -58,7 +66,9 @@ class HopperMoeGemm(Kernel):
         return "reads weights as they lie, once for 8 routed rows of an expert"
 
     def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
-        """Tiles, where both kernels read them."""
+        """Tiles, where both kernels read them; the one copy of MXFP4."""
+        if stack.format.name in FP4:
+            return one_copy(stack)
         spec = f"{stack.format.name}@sm90:{problem.spread}"
         if spec == stack.spec or self.accepts(problem._replace(rhs=spec)) is not None:
             return stack

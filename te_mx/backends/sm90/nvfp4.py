@@ -1,6 +1,7 @@
-"""NVFP4 on Hopper. Weights that stand still: inputs as they are times codes times block scales,
-which are exact in 16 bits, from the one copy of 0.5625 bytes a weight. Training: quantizers, which
-write what is multiplied at once as these values, and products of them by cuBLAS."""
+"""NVFP4 and MXFP4 on Hopper. Weights that stand still: inputs as they are, or with MXFP4 the bf16
+values of their codes, times codes times block scales, which are exact in 16 bits, from the one copy
+of 0.5625 or 0.5313 bytes a weight. Training in NVFP4: quantizers, which write what is multiplied at
+once as these values, and products of them by cuBLAS."""
 
 from __future__ import annotations
 
@@ -10,19 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from te_mx.backends.base import FLOAT_DTYPES, pointer, typed_address, why_not_dtype
-from te_mx.backends.native import MX, NVFP4, unknown
+from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, typed_address, why_not_dtype
+from te_mx.backends.base import FORMATS as FORMAT_IDS
+from te_mx.backends.native import MX, NVFP4, unknown, words_of
 from te_mx.backends.reference.gemm import finish, whole_of
 from te_mx.backends.reference.grouped import QuantizeWeightsReference
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.layouts.nvfp4 import FORMATS, QUAD, ROWS, SM90_NVFP4, SM90_VALUES
+from te_mx.backends.sm90.layouts.nvfp4 import (
+    BIAS,
+    FORMATS,
+    MXFP4,
+    QUAD,
+    ROWS,
+    SM90_NVFP4,
+    SM90_VALUES,
+)
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Quantize, Ran
 from te_mx.dispatch.calls import Product as Multiply
-from te_mx.dispatch.fused import ACT_IDS
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.fused import ACT_IDS, Target
+from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import FROZEN_ROWS, MOST, Problem
 from te_mx.dispatch.registry import register
@@ -31,7 +41,7 @@ from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import workspace
 
-PRODUCT = "sm90_nvfp4"
+PRODUCT, QUANTIZED = "sm90_nvfp4", "sm90_mxfp4"
 _NARROW = torch.bfloat16, torch.float16
 _VALUES = tuple(layout.name for layout in SM90_VALUES)  # of rows and of columns
 
@@ -41,6 +51,13 @@ def _tall(spec: str) -> bool:
     return spec_of(spec).format.scaling.block[0] > 1
 
 
+MOST_SCALE, LEAST_SCALE = 254 - BIAS, 2  # of MXFP4
+# Rows up to which MXFP4 is multiplied in bf16: more of them pay for codes that are unpacked once a
+# call, for FP8.
+MOST_DENSE, MOST_GROUPED = 320, 384  # of groups: of each, in the mean
+GATED = ("silu", "qgelu", "gelu")  # x times a sigmoid
+
+
 class _Sized:
     """Calls of one size, by a record that is made once."""
 
@@ -48,7 +65,8 @@ class _Sized:
 
     def __init__(self, p: Problem, m: int, n: int, k: int) -> None:
         self.native, self.index, self.sizes = binding.native(), p.place.index, (m, n, k)
-        self.record = self.native.Nvfp4Args(m=m, n=n, k=k, device=self.index)
+        mx = MXFP4 in (spec_of(spec).format.name for spec in (p.lhs, p.rhs) if spec)
+        self.record = self.native.Nvfp4Args(m=m, n=n, k=k, mx=mx, device=self.index)
 
     def of(self, weight: Operand | Stack) -> tuple[Any, Tensor | None]:
         """The record of a call on a weight, and the scale that must live until it is enqueued."""
@@ -73,25 +91,48 @@ class FrozenProducts(_Sized):
         super().__init__(p, p.m, p.n, p.k)
         # NVIDIA H200, eight shapes: a long k and whole waves are as fast from codes.
         fused = p.k >= 8192 and p.n <= 16384 and p.m < 4096
-        self.by_values = p.m >= _MANY and not fused and not p.groups and p.dtype == torch.bfloat16
+        whole = not (p.groups or _is_mx(p.rhs)) and p.dtype == torch.bfloat16
+        self.by_values = whole and p.m >= _MANY and not fused
         self.whole = self.native.Nvfp4MultiplyArgs(m=p.m, n=p.n, k=p.k, ldo=p.n, device=self.index)
         self.whole.workspace_bytes = self.native.nvfp4_multiply_workspace()
+        self.nbytes, self.target = 0, None
+        self.name = QUANTIZED if p.lhs else PRODUCT
+        if p.lhs and spec_of(p.lhs).format.name == MXFP4:
+            self.target = Target(f"{MXFP4}@rows", "", p.rule)
+        elif p.lhs:
+            self.record.quantizes, self.record.rule = True, SCALE_RULES[p.rule]
+            self.record.x_element = FORMAT_IDS[words_of(p.lhs)[0]]
+            self.nbytes = self.record.workspace_bytes = self.native.nvfp4_workspace(p.m, p.k)
 
     def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
+        return self.of_rows(call, None)
+
+    def of_rows(self, call: FrozenCall, places: Tensor | None) -> tuple[Tensor, str] | None:
+        """places: row r of the product is row places[r] of x [.., k], of those that are quantized
+        in 16 bits here."""
         x, weight, bias, out_dtype, offs, act, gate = call
-        if gate is not None:
+        if (gate is not None or places is not None) and not self.nbytes:
             return None
         m, n, k = self.sizes
-        x_MK = x.reshape(m, k)
+        x_MK = x.reshape(-1, k)
+        if self.target is not None:
+            row = run.quantized(x_MK, self.target).row
+            assert row is not None
+            x_MK = run.dequantize(row, torch.bfloat16)
+        step, apart = x_MK.stride(1), x_MK.stride(0)
+        if self.nbytes:
+            x_MK = x_MK if step == 1 else x_MK.contiguous()
         # The copy engine takes rows that start at whole 16 bytes.
-        if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.stride(0) < k or x_MK.data_ptr() % 16:
+        elif step != 1 or apart % 8 or apart < k or x_MK.data_ptr() % 16:
             x_MK = pad(x_MK.clone(memory_format=torch.contiguous_format), (0, -k % 8))
-        y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
+        shape = x.shape[:-1] if places is None else (m,)
+        y = torch.empty((*shape, n), dtype=out_dtype, device=x.device)
         plain = self.by_values and act is None and x_MK.is_contiguous()
         if plain and self.multiply(x_MK, weight, bias, y):
             return y, PRODUCT
         args, _alive = self.of(weight)
-        args.x, args.ldx, args.x_dtype = x_MK.data_ptr(), x_MK.stride(0), FLOAT_DTYPES[x.dtype]
+        args.places, args.x_rows = pointer(places), len(x_MK)
+        args.x, args.ldx, args.x_dtype = x_MK.data_ptr(), x_MK.stride(0), FLOAT_DTYPES[x_MK.dtype]
         args.out, args.ldo, args.out_dtype = y.data_ptr(), n, FLOAT_DTYPES[out_dtype]
         if bias is not None:
             bias = bias.contiguous()
@@ -101,7 +142,16 @@ class FrozenProducts(_Sized):
             args.groups = grouped.groups_of(offs, 0, m)
         if act is not None:
             args.activates, args.act = True, ACT_IDS[act]
-        return (y, PRODUCT) if binding.supported(self.native.nvfp4_product(args)) else None
+        if gate is not None:
+            values = binding.rows_of(gate.values.reshape(m, k))
+            args.gate, args.ldgate = values.data_ptr(), values.stride(0)
+            args.x_act = ACT_IDS[gate.act]
+        scratch = workspace.acquire(x.device, self.nbytes) if self.nbytes else None
+        args.workspace = pointer(scratch)
+        done = binding.supported(self.native.nvfp4_product(args))
+        if scratch is not None:
+            workspace.release(scratch, self.nbytes)
+        return (y, self.name) if done else None
 
     def multiply(
         self, x_MK: Tensor, weight: Operand | Stack, bias: Tensor | None, y: Tensor
@@ -136,21 +186,62 @@ class FrozenProducts(_Sized):
         return ran
 
 
+class Halves(FrozenProducts):
+    """fp16 as it is times MXFP4: every number is the sum of two of bf16, which are rows of their
+    own."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__(p._replace(m=2 * p.m))
+
+    def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, _, bias, out_dtype, offs, act, gate = call
+        if act is not None or gate is not None:
+            return None
+        high = x.to(torch.bfloat16)
+        low = torch.where(high.isfinite(), x.float() - high.float(), 0.0).to(torch.bfloat16)
+        rows = torch.stack([high, low], -2).flatten(0, -2)
+        if offs is not None:
+            offs = 2 * offs
+        made = super().__call__(call._replace(
+            x=rows, bias=None, out_dtype=torch.float32, offs=offs
+        ))  # fmt: skip
+        if made is None:
+            return None
+        y = made[0].view(*x.shape[:-1], 2, -1).sum(-2)
+        if bias is not None:
+            each = bias.float()
+            if offs is not None:
+                ends = (offs // 2).to(x.device)
+                at = torch.arange(len(y), device=x.device)
+                group = torch.searchsorted(ends, at, right=True)
+                there = (group < len(ends)).unsqueeze(1)
+                each = torch.where(there, each[group.clamp(max=len(ends) - 1)], 0.0)
+            y = y + each
+        return y.to(out_dtype), PRODUCT
+
+
 class Product(FrozenKernel):
     """bfloat16 or float16 as it is; up to 64 rows, or in groups, each has the same bits whatever
     rows are beside it."""
 
-    name, planner = PRODUCT, FrozenProducts
+    name = PRODUCT
     as_it_lies = True
 
+    def make_plan(self, problem: Problem) -> Plan:
+        halves = problem.dtype == torch.float16 and _is_mx(problem.rhs)
+        return (Halves if halves else FrozenProducts)(problem)
+
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem._replace(lhs=""), SM90_NVFP4.name, formats=FORMATS)
+        reason = self._why_not(problem, (*FORMATS, MXFP4))
         if reason is None and problem.lhs:
             reason = "takes inputs as they are"
         if reason is None and problem.dtype not in _NARROW:
             reason = f"takes bfloat16 and float16, not {problem.dtype}"
-        if reason is None and problem.n % ROWS:
-            reason = f"takes weights of whole {ROWS} rows, not {problem.n}"
+        return reason
+
+    @staticmethod
+    def _why_not(problem: Problem, formats: tuple[str, ...]) -> str | None:
+        reason = why_not(problem._replace(lhs=""), SM90_NVFP4.name, formats=formats)
         if reason is None and max(problem.m, problem.n, problem.k) > MOST:
             reason = f"counts sizes up to {MOST}"
         return reason
@@ -164,6 +255,25 @@ class Product(FrozenKernel):
 
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         return row if row.layout is SM90_NVFP4 else None
+
+
+class QuantizedProduct(Product):
+    """Inputs quantized to MXFP8 or MXFP4, as the bf16 values of their codes, times MXFP4."""
+
+    name, gates = QUANTIZED, GATED
+
+    def make_plan(self, problem: Problem) -> Plan:
+        return FrozenProducts(problem)
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = self._why_not(problem, (MXFP4,))
+        x = spec_of(problem.lhs).format.name if problem.lhs else ""
+        if reason is None and x not in MX:
+            reason = f"takes inputs quantized to {', '.join(MX)}, not {x or 'as they are'}"
+        most = problem.groups * MOST_GROUPED or MOST_DENSE
+        if reason is None and problem.m > most and problem.precision == "adaptive":
+            reason = f"leaves more than {most} rows to products in FP8"
+        return reason or why_not_dtype(problem)
 
 
 class Values(_Sized):
@@ -204,7 +314,10 @@ class Dequantize(Kernel):
     op, name, planner = "dequantize", PRODUCT, Values
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, SM90_NVFP4.name, "rows", "cols", formats=NVFP4)
+        reason = why_not(problem, SM90_NVFP4.name, "rows", "cols", formats=(*NVFP4, MXFP4))
+        if reason is None and _is_mx(problem.lhs):
+            lies = spec_of(problem.lhs).layout
+            reason = None if lies is SM90_NVFP4 else f"takes {MXFP4} in {SM90_NVFP4.name}"
         if reason is None and problem.lhs.endswith("@any"):
             reason = f"takes the layouts {SM90_NVFP4.name}, rows and cols"
         return reason or why_not_dtype(problem, "gives")
@@ -327,18 +440,16 @@ class Gemm(Kernel):
 
 
 class Rest(ReferenceRest):
-    """The one copy, of whole 64 rows and of scales that are not negative."""
+    """The one copy, of scales that are not negative, and of MXFP4 inside of bf16."""
 
     name = layout = SM90_NVFP4.name
     rank = 0
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.m % ROWS:
-            return f"keeps weights of whole {ROWS} rows, not {problem.m}"
-        return why_not(problem, formats=FORMATS)
+        return why_not(problem, formats=(*FORMATS, MXFP4))
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
-        if bool((row.scales > 0x7F).any()):
+        if not _fits(row):
             return row
         if isinstance(row, Stack):
             each = [SM90_NVFP4.pack(row.format, *one, row.k) for one in zip(*row[:2], strict=True)]
@@ -346,6 +457,28 @@ class Rest(ReferenceRest):
         else:
             codes, scales = SM90_NVFP4.pack(row.format, row.codes, row.scales, row.k)
         return row._replace(codes=codes, scales=scales, spec=f"{row.format.name}@{self.layout}")
+
+
+def _is_mx(spec: str) -> bool:
+    return spec_of(spec).format.name == MXFP4
+
+
+def _fits(row: Operand | Stack) -> bool:
+    """Whether block scales have numbers in such a copy. Waits for their device."""
+    if row.format.name != MXFP4:
+        return not bool((row.scales > 0x7F).any())
+    # Blocks of zeros have the smallest one.
+    high = row.scales > MOST_SCALE
+    return not bool(high.any()) and not bool((_is_there(row) & (row.scales < LEAST_SCALE)).any())
+
+
+def _is_there(row: Operand | Stack) -> Tensor:
+    """Which blocks have other codes than zeros."""
+    there = (row.codes & 0x77) != 0
+    width = row.format.scaling.block[1] // 2
+    return pad(there, (0, row.scales.shape[-1] * width - there.shape[-1])).unflatten(
+        -1, (-1, width)
+    ).any(-1)  # fmt: skip
 
 
 class Quantizer:
@@ -432,6 +565,7 @@ register(HopperNvfp4())
 register(HopperNvfp4Weights())
 register(Product())
 register(Gemm())
+register(QuantizedProduct())
 register(Dequantize())
 register(Convert())
 register(Rest())

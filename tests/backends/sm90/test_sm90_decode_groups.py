@@ -69,7 +69,7 @@ def test_groups_are_a_loop_of_frozen_linears(name, drop, how):
     x = rows()
     y = run(layer, x, RECIPES[name], SPLITS)
     assert [(len(y), N, K)] == fake_sm90_decode.CALLS
-    assert LAST_RUN[layer._tag] == "sm90_decode"
+    assert LAST_RUN[layer._tag] == ("sm90_mxfp4" if name == "mxfp4" else "sm90_decode")
     assert torch.equal(y, loop(before, x, RECIPES[name]))
 
 

@@ -1,7 +1,10 @@
-"""NVFP4 on Hopper, in plain torch: weights that stand still as its tensor cores take them, the
-bytes of csrc/include/te_mx/sm90_nvfp4.h; and what is multiplied at once, as what it stands for."""
+"""NVFP4 and MXFP4 on Hopper, in plain torch: weights that stand still as its tensor cores take
+them, the bytes of csrc/include/te_mx/sm90_nvfp4.h; and NVFP4 that is multiplied at once, as what it
+stands for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +13,9 @@ from torch.nn.functional import pad
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
 
-FORMATS = "nvfp4", "nvfp4_16x16"
-ROWS, QUAD, BLOCK = 64, 128, 16
+FORMATS, MXFP4 = ("nvfp4", "nvfp4_16x16"), "mxfp4"
+ROWS, QUAD = 64, 128
+BIAS = 119  # of scales of MXFP4, so that they are exponents of bf16
 # Of pairs 0 to 3 of a word, the place of the sign and of the lowest of the other three bits.
 _SIGN, _REST = (15, 12, 14, 13), (6, 3, 0, 9)
 
@@ -23,23 +27,28 @@ def _to_bytes() -> Tensor:
 
 
 class SM90Nvfp4(Layout):
-    """Codes [blocks of 64 x 128, 4096] and scales [blocks, 512], as registers of a product have
-    them, of whole 64 rows. Scales are positive, as all writers have them."""
+    """Codes [blocks of 64 x 128, 4096] and scales [blocks, 512], or 256 of MXFP4, as registers of a
+    product have them; rows are filled up to 64, which `unpack` gives back. Scales are positive, as
+    all writers have them."""
 
-    name, replaces = "sm90_nvfp4", ("rows", "sm90_bf16")
+    name, any_rows = "sm90_nvfp4", True
 
     def takes(self, fmt: Format) -> bool:
-        return fmt.name in FORMATS
+        return fmt.name in (*FORMATS, MXFP4)
+
+    def replaces(self, fmt: Format, wanted: str, precision: str, grouped: bool) -> bool:
+        if fmt.tensor_scaled:
+            return wanted in ("rows", "sm90_bf16") and not grouped
+        # Products in FP8 unpack MXFP4.
+        return precision == "adaptive" or (precision == "invariant" and not grouped)
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
-        if rows % ROWS:
-            raise ValueError(f"te_mx: layout {self.name!r} has rows of whole {ROWS}, not {rows}")
-        blocks = rows // ROWS * -(-k // QUAD)
-        return (blocks, ROWS * QUAD // 2), (blocks, ROWS * QUAD // BLOCK)
+        blocks = -(-rows // ROWS) * -(-k // QUAD)
+        return (blocks, ROWS * QUAD // 2), (blocks, ROWS * QUAD // fmt.scaling.block[1])
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         shapes = self.shapes(fmt, len(codes), k)
-        c = pad(fmt.unpack(codes, k), (0, -k % QUAD)).int()
+        c = pad(fmt.unpack(codes, k), (0, -k % QUAD, 0, -len(codes) % ROWS)).int()
         # [n/64, quad, r, g, k/128, h, i, u, t, second]: row 16 quad + 8 r + g, k 64 h + 16 i + 8 u
         # + 2 t + second; pair r + 2 u.
         c = c.view(-1, 4, 2, 8, c.shape[1] // QUAD, 2, 4, 2, 4, 2)
@@ -47,10 +56,20 @@ class SM90Nvfp4(Layout):
         sign, rest = (torch.tensor(at, device=c.device)[:, None] for at in (_SIGN, _REST))
         words = ((c >> 3 << sign) | ((c & 7) << rest)).sum(-2)  # their bits lie apart
         words = words.to(torch.int16).contiguous().view(torch.uint8)  # low bytes first
-        s = _to_bytes().to(c.device)[scales.int() & 0x7F].repeat_interleave(fmt.scaling.block[0], 0)
-        s = pad(s, (0, -s.shape[1] % (QUAD // BLOCK)))
-        s = s.view(-1, 4, 2, 8, s.shape[1] // 8, 4, 2).permute(0, 4, 1, 3, 5, 6, 2)
+        if fmt.name == MXFP4:
+            s = scales + BIAS  # mod 256
+        else:
+            s = _to_bytes().to(c.device)[scales.int() & 0x7F]
+            s = s.repeat_interleave(fmt.scaling.block[0], 0)
+        blocks = QUAD // fmt.scaling.block[1]
+        s = pad(s, (0, -s.shape[1] % blocks, 0, -len(s) % ROWS))
+        s = s.view(-1, 4, 2, 8, s.shape[1] // blocks, blocks).permute(0, 4, 1, 3, 5, 2)
         return words.reshape(shapes[0]), s.reshape(shapes[1])
+
+    def plain(self, fmt: Format, held: Any, k: int) -> Parts:
+        codes, scales = super().plain(fmt, held, k)
+        blocks = -(-held.rows // fmt.scaling.block[0])
+        return codes[..., : held.rows, :].contiguous(), scales[..., :blocks, :].contiguous()
 
     def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         steps = -(-k // QUAD)
@@ -60,12 +79,17 @@ class SM90Nvfp4(Layout):
         c = (halves >> sign & 1) << 3 | (halves >> rest & 7)  # [.., g, t, i, pair, second]
         c = c.unflatten(-2, (2, 2)).permute(0, 2, 8, 4, 1, 3, 6, 7, 5, 9)
         c = c.reshape(-1, steps * QUAD)[:, :k].to(torch.uint8)
-        back = scales.new_zeros(256)
-        back[_to_bytes().to(back.device).int()] = torch.arange(
-            128, dtype=torch.uint8, device=back.device
-        )
-        s = back[scales.int()].view(-1, steps, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 4, 5)
-        s = s.reshape(len(c), -1)[:: fmt.scaling.block[0], : -(-k // BLOCK)]
+        if fmt.name == MXFP4:
+            s = scales - BIAS
+        else:
+            back = scales.new_zeros(256)
+            back[_to_bytes().to(back.device).int()] = torch.arange(
+                128, dtype=torch.uint8, device=back.device
+            )
+            s = back[scales.int()]
+        high, wide = fmt.scaling.block
+        s = s.view(-1, steps, 4, 8, QUAD // wide, 2).permute(0, 2, 5, 3, 1, 4)
+        s = s.reshape(len(c), -1)[::high, : -(-k // wide)]
         return fmt.pack(c), s.contiguous()
 
 

@@ -88,13 +88,13 @@ uint8_t fp8_code(Operand type, float value) {
 }
 
 // ---------------------------------------------------------------------------------------- mma.sync
-void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+void mma_16x8x16(Operand type, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Lane {
     float a[8], b[4];
   } mine;
   const uint32_t bs[2] = {b0, b1};
-  for (int i = 0; i < 8; ++i) mine.a[i] = half_value(a[i / 2] >> (16 * (i % 2)) & 0xFFFF);
-  for (int i = 0; i < 4; ++i) mine.b[i] = half_value(bs[i / 2] >> (16 * (i % 2)) & 0xFFFF);
+  for (int i = 0; i < 8; ++i) mine.a[i] = value16(type, a[i / 2] >> (16 * (i % 2)) & 0xFFFF);
+  for (int i = 0; i < 4; ++i) mine.b[i] = value16(type, bs[i / 2] >> (16 * (i % 2)) & 0xFFFF);
   const int g = self().lane / 4, t = self().lane % 4;
   Gather& all = gather(~0u, "mma.sync", &mine, sizeof mine);
   const auto lane = [&](int i) { return reinterpret_cast<const Lane*>(all.values[i]); };

@@ -14,7 +14,7 @@ uint16_t fp8_half(Operand type, uint8_t code);  // bits of the same number as fp
 uint8_t fp8_code(Operand type, float value);
 
 // m16n8k16 of fp16 numbers with fp32 sums; registers as PTX has them.
-void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+void mma_16x8x16(Operand type, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 // m16n8k32 of FP8 codes.
 void mma_16x8x32(Operand a_type, Operand b_type, float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                  uint32_t b1);

@@ -15,7 +15,10 @@ inline uint2 load_shared8(uint32_t at) {
 }
 
 inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  simt::mma_16x8x16(d, a, b0, b1);
+  simt::mma_16x8x16(simt::Operand::f16, d, a, b0, b1);
+}
+inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  simt::mma_16x8x16(simt::Operand::bf16, d, a, b0, b1);
 }
 
 }  // namespace mxtile::sm90
