@@ -423,7 +423,10 @@ def test_frozen_weights_of_4_bits(kind, recwarn):
     te_mx.freeze_weights(module, drop_master=True, recipe=recipe)
     with torch.no_grad(), te_mx.autocast(recipe=recipe):
         got = module(x, *splits)
-    assert torch.equal(got, want)
+    if kind == "Linear":  # unpacked for the same kernel
+        assert torch.equal(got, want)
+    else:  # groups of so few rows are multiplied in bf16: one rounding of the output may differ
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
     assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
 
 

@@ -47,6 +47,13 @@ class SM90Nvfp4(Layout):
         return (blocks, ROWS * QUAD // 2), (blocks, ROWS * QUAD // fmt.scaling.block[1])
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        # By bands of a 64th of the rows, which take 36 bytes a number meanwhile.
+        rows, high = -(-len(codes) // (64 * ROWS)) * ROWS or ROWS, fmt.scaling.block[0]
+        bands = zip(codes.split(rows), scales.split(rows // high), strict=True)
+        packed = [self._pack(fmt, *band, k) for band in bands]
+        return torch.cat([c for c, _ in packed]), torch.cat([s for _, s in packed])
+
+    def _pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         shapes = self.shapes(fmt, len(codes), k)
         c = pad(fmt.unpack(codes, k), (0, -k % QUAD, 0, -len(codes) % ROWS)).int()
         # [n/64, quad, r, g, k/128, h, i, u, t, second]: row 16 quad + 8 r + g, k 64 h + 16 i + 8 u
