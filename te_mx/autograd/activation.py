@@ -23,7 +23,7 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, act: Activation) -> tuple[Tensor, ...]:
-        ctx.act, ctx.sinks = act, ()
+        ctx.act, ctx.grad_targets = act, ()
         return outputs(ctx, (h,), _run(h, None, act))
 
     @staticmethod

@@ -447,12 +447,12 @@ def _runs(node: Any) -> tuple[bool, bool]:
         return True, True
 
 
-def refuse_graph(sinks: Iterable[WeightGradient | None]) -> None:
-    """Under create_graph=True: raise NotImplementedError where a weight gradient goes to a sink."""
-    for sink in sinks:
-        if sink is not None:
+def refuse_graph(grad_targets: Iterable[WeightGradient | None]) -> None:
+    """Under create_graph=True: raise NotImplementedError where there is a grad_target."""
+    for grad_target in grad_targets:
+        if grad_target is not None:
             raise NotImplementedError(
-                f"{sink.label}: got create_graph=True, but with fuse_wgrad_accumulation or "
+                f"{grad_target.label}: got create_graph=True, but with fuse_wgrad_accumulation or "
                 "delay_wgrad_compute weight gradients are no part of a graph; build the layer "
                 "without them"
             )

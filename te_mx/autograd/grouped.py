@@ -87,11 +87,11 @@ class NoGroups(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
-        sink: WeightGradient | None,
+        grad_target: WeightGradient | None,
     ) -> Tensor:  # fmt: skip
         like = [(x.shape, x.dtype), (weight.shape, weight.dtype)]
         ctx.like = [*like, None if bias is None else (bias.shape, bias.dtype)]
-        ctx.sink = sink
+        ctx.grad_target = grad_target
         return x.new_zeros((*x.shape[:-1], weight.shape[1]), dtype=dtype)
 
     @staticmethod
@@ -100,13 +100,13 @@ class NoGroups(torch.autograd.Function):
             grad.new_zeros(like[0], dtype=like[1]) if like is not None and needed else None
             for like, needed in zip(ctx.like, ctx.needs_input_grad, strict=False)
         ]
-        if ctx.sink is not None and ctx.needs_input_grad[1]:
+        if ctx.grad_target is not None and ctx.needs_input_grad[1]:
             shape, dtype = ctx.like[1]
 
             def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
                 return grad.new_zeros(shape, dtype=dtype) if out is None else out
 
-            made[1] = ctx.sink.take(Wgrad(run, ()), dtype)
+            made[1] = ctx.grad_target.take(Wgrad(run, ()), dtype)
         return (*made, None, None)
 
 
@@ -352,7 +352,7 @@ class _Layer(NamedTuple):
             if again is not None and again.col is not None:
                 kept = Kept.operand(again.col)
             wgrad = wgrad_of(kept, g.col, groups, self.call, self.form, self.stacked)
-            dw = place(self.call.sink, wgrad, self.dtypes[0])
+            dw = place(self.call.grad_target, wgrad, self.dtypes[0])
             if dw is not None and not self.stacked:
                 dw = dw.unflatten(0, (len(self.need.dw), -1))
         if g.col_sum is not None and any(self.need.db):
@@ -394,7 +394,7 @@ class GroupedFunction(torch.autograd.Function):
             keeps_x, a_again, itself,
         )  # fmt: skip
         ctx.layers, ctx.act, ctx.x_like, ctx.top_k = layers, act, (x.shape, x.dtype), top_k
-        ctx.sinks, ctx.capacity = [call.sink for call in calls], calls[0].capacity
+        ctx.grad_targets, ctx.capacity = [call.grad_target for call in calls], calls[0].capacity
         kept_x = x if keeps_x else None
         y = unflatten(y_RN, x) if order is None else y_RN
         return outputs(ctx, [offs, there, order, place_of, kept_x, *saved], y)

@@ -29,7 +29,7 @@ _ARGUMENTS = 3  # of the autograd function before the parameters
 class GroupedCall(NamedTuple):
     """What one call of a grouped layer fixes. `settings`: None runs in high precision; `kept`, a
     KeptWeight, stands in for quantizing the weights; `tag` and `save_x` are as for
-    autograd.linear.Call; `sink` takes the weight gradients."""
+    autograd.linear.Call; `grad_target` takes the weight gradients."""
 
     capacity: int
     settings: Any
@@ -38,7 +38,7 @@ class GroupedCall(NamedTuple):
     kept: Any = None
     tag: int = -1
     save_x: bool = False
-    sink: WeightGradient | None = None
+    grad_target: WeightGradient | None = None
 
 
 def split_parts(
@@ -93,7 +93,7 @@ class GroupedLoopFunction(torch.autograd.Function):
             saved += [*group[1].tensors, *group[2].tensors]
             beside.append((group[1].beside, group[2].beside))
         ctx.call, ctx.kept, ctx.x_like = call, beside, (x.shape, x.dtype)
-        ctx.bounds, ctx.sinks = bounds, (call.sink,)
+        ctx.bounds, ctx.grad_targets = bounds, (call.grad_target,)
         ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
         return outputs(ctx, saved, unflatten(gathered(made, bounds, x_RK.shape[0]), x))
 
@@ -182,7 +182,7 @@ def _loop_backward(
     dx = None
     if need_dx:
         dx = shaped(gathered(dx_groups, ctx.bounds, g_RN.shape[0]), ctx.x_like[0])
-    dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
+    dw = place(call.grad_target, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
     if dw is not None and not ctx.stacked:
         dw = dw.unflatten(0, (count, dw.shape[0] // count))
     db = torch.stack(sums).to(dtypes[-1]) if need_db else None

@@ -53,22 +53,22 @@ def bias_gradient(g_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class HighPrecisionLinear(torch.autograd.Function):
-    """nn.functional.linear whose weight gradient goes where `sink` says."""
+    """nn.functional.linear whose weight gradient goes where `grad_target` says."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, sink: WeightGradient
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, grad_target: WeightGradient
     ) -> Tensor:
         ctx.save_for_backward(x, weight_NK)
-        ctx.sink = sink
+        ctx.grad_target = grad_target
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         return nn.functional.linear(x, weight_NK, bias_N).detach()  # no view, see operands.shaped
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        node.refuse_gradients(ctx.sink.label, (grad,))
+        node.refuse_gradients(ctx.grad_target.label, (grad,))
         if torch.is_grad_enabled():
-            refuse_graph((ctx.sink,))
+            refuse_graph((ctx.grad_target,))
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, weight_NK = ctx.saved_tensors
         g_MN = flatten(grad)
@@ -78,7 +78,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         if need_dw:
             reads = (INPUT, x), (OUTPUT_GRADIENT, g_MN)
             made = Wgrad(partial(wgrad, g_MN, flatten(x)), reads)
-            dw_NK = ctx.sink.take(made, weight_NK.dtype)
+            dw_NK = ctx.grad_target.take(made, weight_NK.dtype)
         if need_db:
             db_N = bias_gradient(g_MN, ctx.bias_dtype)
         return dx, dw_NK, db_N, None

@@ -116,7 +116,7 @@ class Weights(NamedTuple):
     """For fc1 and fc2: weights that are kept, and where the gradients go."""
 
     kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
-    sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
+    grad_targets: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
 
 
 class Needs(NamedTuple):
@@ -294,7 +294,7 @@ class LayerFunction(torch.autograd.Function):
         kept_w1, own = weight_parts.kept_of((w1_row, w1_col), parts, settings, need.dz, codes)
         kept = kept_z, kept_w1, kept_a, kept_w2
         ctx.kept, ctx.again = [one.beside for one in kept], again._replace(parts=len(own))
-        ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
+        ctx.call, ctx.grad_targets, ctx.x_like = call, weights.grad_targets, (x.shape, x.dtype)
         ctx.rows = [part.shape[0] for part in parts] if len(parts) > 1 else [0]
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, parts[0], b1, w2, b2)]
         y = sequence_parallel.unflatten_all(y_M, x, tokens)
@@ -360,7 +360,7 @@ def _gradients(
                 assert h is not None
                 kept_a = _made_again(call, h)
             wgrad = linear_recipe.wgrad(gradient, kept_a, settings, tag_of(tag2, WGRAD))
-            dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
+            dw2 = place(ctx.grad_targets[1], wgrad, w2_dtype)
             del wgrad
         if need.db2:
             db2 = gradient.q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
@@ -387,7 +387,7 @@ def _gradients(
                 Source(tuple(own[again.parts :]), again.step).columns(plan.target)
             )
         wgrad = linear_recipe.wgrad(inner, kept_z, settings, tag_of(tag1, WGRAD))
-        dw1 = place(ctx.sinks[0], wgrad, w1_dtype)
+        dw1 = place(ctx.grad_targets[0], wgrad, w1_dtype)
         call.record(WGRAD)
     if need.db1:
         db1 = sums.to(b1_dtype)  # type: ignore[union-attr]
@@ -501,7 +501,12 @@ class OneCallLayer(torch.autograd.Function):
             LAST_RUN[tag1] = plan.kernels[0]
             if w2 is not None:
                 LAST_RUN[tag2] = plan.kernels[1]
-        ctx.call, ctx.sinks, ctx.plan, ctx.x_like = call, weights.sinks, plan, (x.shape, x.dtype)
+        ctx.call, ctx.grad_targets, ctx.plan, ctx.x_like = (
+            call,
+            weights.grad_targets,
+            plan,
+            (x.shape, x.dtype),
+        )
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
         ctx.norm_dtype = None if norm_weight is None else norm_weight.dtype
         edge = 1 + (norm_weight is not None) + (norm_bias is not None)
@@ -525,13 +530,13 @@ def _backward_in_one_call(
     columns, others, *weights = plan.as_saved(kept)
     made = None
     if direct:
-        nodes, sinks = ctx.next_functions, ctx.sinks
+        nodes, grad_targets = ctx.next_functions, ctx.grad_targets
         into: list[Into | None] = []
         found: list[Any] = []
-        for product, sink, edge in zip(plan.products, sinks, ctx.edges, strict=False):
+        for product, grad_target, edge in zip(plan.products, grad_targets, ctx.edges, strict=False):
             one = None
-            if sink is not None and product.need_dw:
-                one = sink.direct(nodes[edge][0])
+            if grad_target is not None and product.need_dw:
+                one = grad_target.direct(nodes[edge][0])
                 into.append(LATER if one is None else one[0])
             else:
                 into.append(None)
@@ -575,11 +580,11 @@ def _backward_in_one_call(
             left = Quantized(None, dw, None)
             gradient = linear_recipe.Gradient(None, left, Target("", "", ""))
             wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag)
-            dws[i] = place(ctx.sinks[i], wgrad, dtypes[0], nodes[ctx.edges[i]][0])
+            dws[i] = place(ctx.grad_targets[i], wgrad, dtypes[0], nodes[ctx.edges[i]][0])
         elif dw is not None:
             if tag >= 0:
                 LAST_RUN[tag] = plan.kernels[i]
-            dws[i] = dw if one is None else ctx.sinks[i].done(*one)
+            dws[i] = dw if one is None else ctx.grad_targets[i].done(*one)
         if db is not None:
             dbs[i] = db if db.dtype == dtypes[1] else db.to(dtypes[1])
     if tags[0] >= 0:

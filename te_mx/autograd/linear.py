@@ -154,7 +154,7 @@ class OneCallLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call,
         plan: LinearPlan,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        settings, _, tag, ready, save_x, sink, _, lent = call
+        settings, _, tag, ready, save_x, grad_target, _, lent = call
         if lent is not None:
             weight_NK = lent.local
         _, _, _, columns, need_dx, w_kept, *_ = plan.problem
@@ -168,7 +168,7 @@ class OneCallLinear(torch.autograd.Function):
                 input_cache.put_held(x, plan, settings.scale_rule, held)
             if need_dx:
                 ctx.siblings = input_cache.siblings_of(x, ctx)
-        ctx.call, ctx.plan, ctx.sinks = call, plan, (sink,)
+        ctx.call, ctx.plan, ctx.grad_targets = call, plan, (grad_target,)
         first = scales = w = w_scales = None
         if columns:
             assert held.x_col is not None
@@ -221,7 +221,7 @@ def _fused_backward(
     among = None if siblings is None else entered(siblings)
     if (x is None or x_col is not None) and are_direct(grad, *(x_col or ()), *(w_col or (w,))):
         before = None if among is None else among.total
-        if call.sink is None:
+        if call.grad_target is None:
             made = plan.backward(grad, x_col, used, before, None, call.tag)
         else:
             made = _backward_into(ctx, plan, grad, x_col, used, before)
@@ -242,30 +242,30 @@ def _fused_backward(
     elif w is not None:
         w_of = Kept.itself(w)
     p = plan.problem
-    how = Backward(settings, call.tag, p.x_shape, p.dtypes[:3], call.sink, among)
+    how = Backward(settings, call.tag, p.x_shape, p.dtypes[:3], call.grad_target, among)
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
 
 
 def _backward_into(
     ctx: Any, plan: LinearPlan, grad: Tensor, x_col: Part | None, w: Any, before: Tensor | None
 ) -> Gradients | None:
-    """`LinearPlan.backward` with the weight gradient where its sink says; None where the steps have
-    to run."""
+    """`LinearPlan.backward` with the weight gradient where its grad_target says; None where
+    the steps have to run."""
     call, direct, into = ctx.call, None, None
-    sink, tag = call.sink, call.tag
+    grad_target, tag = call.grad_target, call.tag
     node = ctx.next_functions[1][0] if call.lent is None else None  # of the weight in the graph
     if x_col is not None:
-        direct = sink.direct(node)
+        direct = grad_target.direct(node)
         into = LATER if direct is None else direct[0]
     made = plan.backward(grad, x_col, w, before, into, tag)
     if made is None:
         return None
     dx, dw, db = made
     if direct is not None:
-        dw = sink.done(*direct)
+        dw = grad_target.done(*direct)
     elif dw is not None and x_col is not None:
         wgrad = Wgrad(partial(plan.wgrad, dw, x_col, tag=tag), ())  # whose operands are there
-        dw = sink.take(wgrad, plan.problem.dtypes.w, node)
+        dw = grad_target.take(wgrad, plan.problem.dtypes.w, node)
     return dx, dw, db
 
 
@@ -274,7 +274,7 @@ def gradients_on_codes(
 ) -> Gradients | None:
     """As `autograd.linear.gradients` (how: its Backward); None where that has to run."""
     settings, (x_kept, w_kept) = how.settings, kept
-    if not (settings.one_copy and w_kept.spec and need[0]) or how.sink is not None:
+    if not (settings.one_copy and w_kept.spec and need[0]) or how.grad_target is not None:
         return None
     if not (by_steps(settings) and settings.is_uniform) or not is_direct(grad, *_tensors(kept)):
         return None
@@ -319,7 +319,7 @@ class Call(NamedTuple):
     """What one call of the module fixes.
 
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
-    columnwise codes, with the same result. `sink` says where the weight gradient goes. With
+    columnwise codes, with the same result. `grad_target` says where the weight gradient goes. With
     `tokens` x is what one rank has of the input, with `lent` a parameter of several of them is the
     weight. With a `tag` the kernels that run are recorded in LAST_RUN of runtime/kernel_log.py at
     tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
@@ -330,7 +330,7 @@ class Call(NamedTuple):
     tag: int = -1
     kept: KeptWeight | None = None
     save_x: bool = False
-    sink: WeightGradient | None = None
+    grad_target: WeightGradient | None = None
     tokens: Tokens | None = None
     lent: Lent | None = None
 
@@ -354,7 +354,12 @@ class LinearFunction(torch.autograd.Function):
         y = linear_recipe.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag, like)
         x_kept = plan.kept(q, x, need_dw)
         w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
-        ctx.settings, ctx.tag, ctx.tokens, ctx.sinks = settings, call.tag, tokens, (call.sink,)
+        ctx.settings, ctx.tag, ctx.tokens, ctx.grad_targets = (
+            settings,
+            call.tag,
+            tokens,
+            (call.grad_target,),
+        )
         ctx.x_shape = sequence_parallel.shape_of_all(x, tokens)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
@@ -374,7 +379,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     x_kept = sequence_parallel.kept_of_all(x_kept.with_tensors(saved[:3]), ctx.tokens)
     kept = x_kept, w_kept.with_tensors(saved[3:])
     how = Backward(
-        ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0], entered(ctx.siblings)
+        ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.grad_targets[0], entered(ctx.siblings)
     )
     need = ctx.needs_input_grad
     made = None if ctx.tokens is not None else gradients_on_codes(how, kept, grad, need)
@@ -392,7 +397,7 @@ class Backward(NamedTuple):
     tag: int
     x_shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
-    sink: WeightGradient | None = None
+    grad_target: WeightGradient | None = None
     among: Pass | None = None
 
 
@@ -419,7 +424,7 @@ def gradients(
         dx = passed_on(how.among, shaped(dx_MK, how.x_shape))
     if need_dw:
         wgrad = linear_recipe.wgrad(gradient, kept[0], settings, tag_of(tag, WGRAD))
-        dw_NK = place(how.sink, wgrad, w_dtype)
+        dw_NK = place(how.grad_target, wgrad, w_dtype)
     return dx, dw_NK, db_N
 
 
@@ -439,7 +444,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
             how = layer.Call(
                 NormStep(None, False, call.out_dtype), None, call.settings, tags=(call.tag, -1)
             )
-            weights = layer.Weights((call.kept, None), (call.sink, None))
+            weights = layer.Weights((call.kept, None), (call.grad_target, None))
             y = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how)
             if y is not None:
                 return y

@@ -344,7 +344,7 @@ def run_backward(
     refuse_gradients(owner, grads)
     if not torch.is_grad_enabled():
         return backward(ctx, saved, *grads)
-    refuse_graph(ctx.sinks)
+    refuse_graph(ctx.grad_targets)
     with torch.no_grad(), apart():
         made = backward(ctx, saved, *grads)
     message = (
@@ -364,8 +364,10 @@ def tag_of(first: int, gemm: int) -> int:
 
 
 def place(
-    sink: WeightGradient | None, wgrad: Wgrad, dtype: torch.dtype, node: Any = None
+    grad_target: WeightGradient | None, wgrad: Wgrad, dtype: torch.dtype, node: Any = None
 ) -> Tensor | None:
-    """Run the wgrad GEMM, or let its sink decide when and where to. node: of the weight in the
-    graph, where the caller knows it."""
-    return wgrad(None, dtype, False) if sink is None else sink.take(wgrad, dtype, node)
+    """Run the wgrad GEMM, or let its grad_target decide when and where to. node: of the weight in
+    the graph, where the caller knows it."""
+    return (
+        wgrad(None, dtype, False) if grad_target is None else grad_target.take(wgrad, dtype, node)
+    )

@@ -158,7 +158,7 @@ class NormFunction(torch.autograd.Function):
         parts = step.forward(flatten(x), weight, bias, True, target)
         assert parts.z is not None
         made.append(parts.quantized)
-        ctx.step, ctx.like, ctx.sinks = step, (x.shape, x.dtype), ()
+        ctx.step, ctx.like, ctx.grad_targets = step, (x.shape, x.dtype), ()
         ctx.bias_dtype = None if bias is None else bias.dtype
         return outputs(ctx, step.saved(x, weight, parts), shaped(parts.z, x.shape))
 

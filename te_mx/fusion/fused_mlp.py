@@ -115,10 +115,10 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
     *first, last = layers
     held = [layer._weight_and_bias() for layer in first]
     w2, b2 = last._weight_and_bias()
-    sinks: Any = None, None
+    grad_targets: Any = None, None
     if first[0]._routed() or last._routed():
         weights = [weight for weight, _ in held]
-        sinks = (
+        grad_targets = (
             first[0]._source.grad_target(first[0], weights, None) if first[0]._routed() else None,
             last._source.grad_target(last, [w2], None) if last._routed() else None,
         )
@@ -139,7 +139,7 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
     step, block = NormStep(None, False, output_dtype(x)), Block(save_x, codes, lent)
     call = Call(step, act, settings, False, tags, None, block)
     first_parts = [t for pair in held for t in pair]
-    return run_block(x, first_parts, w2, b2, Weights(of_codes(codes, settings), sinks), call)
+    return run_block(x, first_parts, w2, b2, Weights(of_codes(codes, settings), grad_targets), call)
 
 
 def why_not_these(x: Any, layers: list[Linear]) -> str:

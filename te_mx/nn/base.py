@@ -306,12 +306,14 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
     ) -> Tensor:  # fmt: skip
         """x @ weight.T + bias in high precision; the gradient of the weight of this key goes where
         that of a quantized product does."""
-        sink = self._sink(key, weight, first, queue)
-        if sink is None:
+        grad_target = self._grad_target(key, weight, first, queue)
+        if grad_target is None:
             return nn.functional.linear(x, weight, bias)
-        return HighPrecisionLinear.apply(x, weight, bias, sink)
+        return HighPrecisionLinear.apply(x, weight, bias, grad_target)
 
-    def _sink(self, key: str, weight: Tensor, first: bool | None, queue: Queue | None) -> Any:
+    def _grad_target(
+        self, key: str, weight: Tensor, first: bool | None, queue: Queue | None
+    ) -> Any:
         """Where the gradient of a weight goes, None where autograd takes it."""
         if not self._routed():
             return None

@@ -260,9 +260,9 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
     def _run_none(self, inp: Tensor, first: bool | None) -> Any:
         """The forward of a rank that has none of the experts (ModuleParallel)."""
         (weight,), biases = self._held(*self._weight_names), self._held(*self._bias_names)
-        sink = self._source.grad_target(self, (weight,), first) if self._routed() else None
+        grad_target = self._source.grad_target(self, (weight,), first) if self._routed() else None
         added = None if self.return_bias or not biases else biases[0]
-        out = NoGroups.apply(inp, weight, added, output_dtype(inp), sink)
+        out = NoGroups.apply(inp, weight, added, output_dtype(inp), grad_target)
         return (out, self._returned(biases)) if self.return_bias else out
 
     def _check_groups(self, device: torch.device) -> None:
@@ -303,15 +303,17 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         held = tuple(getattr(self, name) for name in self._weight_names)
         biases = tuple(getattr(self, name) for name in self._bias_names)
         added = () if self.return_bias else self._like_weights(biases)
-        sink = self._source.grad_target(self, held, first) if self._routed() else None
-        if sink is None:
+        grad_target = self._source.grad_target(self, held, first) if self._routed() else None
+        if grad_target is None:
             stacked = self.single_grouped_weight
             weights = held[0] if stacked else held
             each = added[0].unbind(0) if stacked and added else added
             y = grouped_plain(flatten(inp), groups, weights, each)
             out = y.view(*inp.shape[:-1], y.shape[1])
         else:
-            call = GroupedCall(groups.capacity, None, inp.dtype, len(added) > 0, sink=sink)
+            call = GroupedCall(
+                groups.capacity, None, inp.dtype, len(added) > 0, grad_target=grad_target
+            )
             out = one_by_one(inp, groups.offs, (*held, *added), call)
         return (out, self._returned(biases)) if self.return_bias else out
 

@@ -178,17 +178,17 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         else:
             need = needs_gradient(inp, p.norm_weight, p.norm_bias)
             kept = source.operands(self, "fc1_weight", one, first, inp.device, need)
-            sink = self._sink("fc1_weight", p.w1, first, queue)
+            grad_target = self._grad_target("fc1_weight", p.w1, first, queue)
             call = Call(self._step(inp), None, one, self.return_layernorm_output, (tags[0], -1))
-            weights = Weights((kept, None), (sink, None))
+            weights = Weights((kept, None), (grad_target, None))
             h, z = run_layer(inp, Parameters(*p[:4]), weights, call)
         a = activations.beside(h, self._act, two)
         if two is None:
             out = self._plain_linear(a, "fc2_weight", p.w2, p.b2, first, queue)
         else:
             kept = source.operands(self, "fc2_weight", two, first, a.device, needs_gradient(a))
-            sink = self._sink("fc2_weight", p.w2, first, queue)
-            call_two = linear_call(two, output_dtype(inp), tags[1], kept, False, sink)
+            grad_target = self._grad_target("fc2_weight", p.w2, first, queue)
+            call_two = linear_call(two, output_dtype(inp), tags[1], kept, False, grad_target)
             out = linear(a, p.w2, p.b2, call_two)
         return self._returned(out, bias, z)
 

@@ -239,13 +239,13 @@ class NormModule(MXModule, nn.Module):
             made = self._few(inp, p, (one.product, two.product), tags)
             if made is not None:
                 return made[0], bias, made[1]
-        sinks: Any = [None, None]
+        grad_targets: Any = [None, None]
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             queue = self._queue_of_call()
             for i, key in enumerate(needs):
                 parts = self._gradients_of(key, p[2 + 2 * i])
-                sinks[i] = source.grad_target(self, parts, first, queue)
-        weights = Weights((one.kept, two.kept), tuple(sinks))
+                grad_targets[i] = source.grad_target(self, parts, first, queue)
+        weights = Weights((one.kept, two.kept), tuple(grad_targets))
         call = Call(self._step(inp), self._act, one.settings, want_z, tags, self._tokens)
         out, z = run_layer(inp, p, weights, call, facts)
         return out, bias, z

@@ -158,7 +158,7 @@ class WeightSource:
     ) -> Tensor:  # fmt: skip
         """x [..., k] @ weight [n, k]^T + bias of a layer with one weight, checked before.
         kept: `operands`, where these are known."""
-        tracing, sink = is_tracing(), None
+        tracing, grad_target = is_tracing(), None
         if kept is None and first is not None:
             need_dx = torch.is_grad_enabled() and x.requires_grad
             kept = self.operands(layer, "weight", settings, first, x.device, need_dx)
@@ -166,10 +166,10 @@ class WeightSource:
         if layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute:
             parts = [weight] if layer._split is None else layer._parts("weight")
             # Of the transforms that `grad_target` looks for, the start of the forward asked.
-            sink = gradients.grad_target(layer, parts, first, None, self.owned)
+            grad_target = gradients.grad_target(layer, parts, first, None, self.owned)
         save_x = layer.save_original_input or (layer.keeps_given_input and not tracing)
         tokens, lent = layer._tokens, self.lent
-        call = Call(settings, output_dtype(x), tag, kept, save_x, sink, tokens, lent)
+        call = Call(settings, output_dtype(x), tag, kept, save_x, grad_target, tokens, lent)
         return linear(x, weight if lent is None else lent.parameter, bias, call)
 
     def grouped(
@@ -191,13 +191,13 @@ class WeightSource:
             need_dx = torch.is_grad_enabled() and x.requires_grad
             kept = self.operands(layer, key, settings, first, x.device, need_dx)
         weights, biases = held
-        sink = None
+        grad_target = None
         if layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute:
-            sink = self.grad_target(layer, weights, first)
+            grad_target = self.grad_target(layer, weights, first)
         added = layer._like_weights(biases)
         call = GroupedCall(
             groups.capacity, settings, output_dtype(x), len(added) > 0, kept, tag_for(layer, key),
-            layer.save_original_input, sink,
+            layer.save_original_input, grad_target,
         )  # fmt: skip
         return call, (*weights, *added)
 
@@ -207,10 +207,10 @@ class WeightSource:
     ) -> WeightGradient | None:  # fmt: skip
         """The place of the gradient of one weight in this call, of a layer that routes gradients;
         None when there will be none. queue: where a GEMM that waits goes, if not to the layer's."""
-        sink = gradients.grad_target(layer, parameters, first, queue, self.owned)
-        if sink is not None and active():
+        grad_target = gradients.grad_target(layer, parameters, first, queue, self.owned)
+        if grad_target is not None and active():
             refuse(layer._label(), parameters)
-        return sink
+        return grad_target
 
     def decodes_now(self, layer: Any, x: Tensor) -> bool:
         """Whether a kernel for few rows may be asked for a product of x."""

@@ -366,7 +366,7 @@ def test_what_it_serves(monkeypatch):
             fields = {"scale_rule": "pow2"} | fields
         how = te_mx.recipe.BlockScaling(**fields)
         assert serves(x, w, Call(how.settings, BF16)) is served, fields
-    assert serves(x, w, plain._replace(sink=object()))
+    assert serves(x, w, plain._replace(grad_target=object()))
     for other, weight, bias in (
         (Cuda(8, 40, device="meta"), Cuda(16, 40, device="meta"), None),
         (Cuda(0, 40), w, None),

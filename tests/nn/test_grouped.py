@@ -268,8 +268,10 @@ def test_gradients_can_go_elsewhere_and_x_be_saved(stacked: bool, save_x: bool) 
     parts = tuple(p for _, p in named)
     settings = RECIPES["e4m3"].settings
     offs = torch.tensor([20, 20, 53])
-    for sink in (Sink(), None):
-        call = autograd.GroupedCall(0, settings, torch.bfloat16, True, save_x=save_x, sink=sink)
+    for grad_target in (Sink(), None):
+        call = autograd.GroupedCall(
+            0, settings, torch.bfloat16, True, save_x=save_x, grad_target=grad_target
+        )
         y = autograd.grouped_linear(x, offs, parts, call)
         y.sum().backward()
         equal(parameters(layer, "weight.grad"), expected)
