@@ -55,7 +55,7 @@ from te_mx.autograd.grouped_loop import GroupedCall, gathered, gradients_of, one
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,
-    KeptWeight,
+    QuantizedWeight,
     at_most_codes,
     by_steps,
     columns_now,
@@ -72,7 +72,7 @@ from te_mx.autograd.linear_recipe import (
 )
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.routing import Route, rows_of, sum_of_rows
-from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, unflatten
+from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped, unflatten
 from te_mx.dispatch.calls import ActGroups, Groups
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, readable
@@ -160,7 +160,7 @@ def check_rows_of_tokens(settings: Settings) -> None:
             )
 
 
-def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeight:
+def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> QuantizedWeight:
     """Quantize and pack weights that stand still."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
@@ -170,11 +170,11 @@ def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) 
         columns = form.col if needs_columns(settings, need_col) else ""
         row, col = quantize_weights(weights, form.row, columns, rule=rule)
         if not packs(settings):
-            return KeptWeight(settings, row, None, Made.now(row.codes.device))
+            return QuantizedWeight(settings, row, None, Made.now(row.codes.device))
         mode, given = mode_of(settings), roles(first.device, settings, "gemm_rows")
         packed = None if col is None else kept_stack(col, mode, given.g.row)
         made = Made.now(row.codes.device)
-        return KeptWeight(settings, kept_stack(row, mode, given.x.row), packed, made)
+        return QuantizedWeight(settings, kept_stack(row, mode, given.x.row), packed, made)
 
 
 _ALIGNED = 8  # F.grouped_mm takes rows of whole 16 bytes
@@ -277,7 +277,7 @@ class _Layer(NamedTuple):
     stacked: bool
     dtypes: tuple[torch.dtype, torch.dtype]  # of the weights and of the biases, if there are any
     weights: Stack | None = None  # without tensors; None: the weights themselves are kept
-    input: Kept = NOTHING
+    input: SavedOperand = NOTHING
     tensors: int = 0  # that were kept of the weights
 
     @classmethod
@@ -311,7 +311,7 @@ class _Layer(NamedTuple):
         if self.need.dx and held is not None:
             tensors = held.codes, held.scales, held.packed
             stack = held._replace(codes=None, scales=None, packed=None)  # type: ignore[arg-type]
-        kept = Kept.itself(itself) if x.col is None else Kept.operand(x.col)
+        kept = SavedOperand.itself(itself) if x.col is None else SavedOperand.operand(x.col)
         told = self._replace(weights=stack, input=kept.beside, tensors=len(tensors))
         return y_RN, told, [*kept.tensors, *tensors]
 
@@ -350,7 +350,7 @@ class _Layer(NamedTuple):
             assert g.col is not None
             kept = self.input.with_tensors(tuple(saved))  # type: ignore[arg-type]
             if again is not None and again.col is not None:
-                kept = Kept.operand(again.col)
+                kept = SavedOperand.operand(again.col)
             wgrad = wgrad_of(kept, g.col, groups, self.call, self.form, self.stacked)
             dw = place(self.call.grad_target, wgrad, self.dtypes[0])
             if dw is not None and not self.stacked:
@@ -480,7 +480,12 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
 
 def wgrad_of(
-    x_kept: Kept, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupForms, stacked: bool
+    x_kept: SavedOperand,
+    g_col: Operand,
+    groups: Groups,
+    call: GroupedCall,
+    form: GroupForms,
+    stacked: bool,
 ) -> GroupedWgrad:
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
     mode, tag = mode_of(call.settings, backward=True), tag_of(call.tag, WGRAD)
@@ -555,7 +560,7 @@ def grouped_on_codes(
     if not (torch.is_grad_enabled() and wanted):
         return infer(x, offs, w_row, bias_GN, call)
     settings = on_codes(call.settings)
-    kept = KeptWeight(settings, w_row, None, Made(0, None))
+    kept = QuantizedWeight(settings, w_row, None, Made(0, None))
     # The codes in the place of the weights have no gradient, and nothing reads them there.
     parts = (w_row.codes,) if bias_GN is None else (w_row.codes, bias_GN)
     return grouped_linear(x, offs, parts, call._replace(settings=settings, kept=kept))

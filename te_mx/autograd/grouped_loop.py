@@ -17,9 +17,9 @@ from torch import Tensor
 from te_mx._ops import Operand, convert_2d, plain, quantize_2d, quantized
 from te_mx.autograd import high_precision, linear_recipe, weight_parts
 from te_mx.autograd.grad_target import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
-from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight
+from te_mx.autograd.linear_recipe import DGRAD, WGRAD, QuantizedWeight
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
-from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, unflatten
+from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped, unflatten
 from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.layouts import spec_of
 
@@ -28,7 +28,7 @@ _ARGUMENTS = 3  # of the autograd function before the parameters
 
 class GroupedCall(NamedTuple):
     """What one call of a grouped layer fixes. `settings`: None runs in high precision; `kept`, a
-    KeptWeight, stands in for quantizing the weights; `tag` and `save_x` are as for
+    QuantizedWeight, stands in for quantizing the weights; `tag` and `save_x` are as for
     autograd.linear.Call; `grad_target` takes the weight gradients."""
 
     capacity: int
@@ -105,19 +105,19 @@ class GroupedLoopFunction(torch.autograd.Function):
 def _fprop(
     x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, i: int, call: GroupedCall,
     need_dx: bool, need_dw: bool,
-) -> tuple[Tensor, Kept, Kept]:  # fmt: skip
+) -> tuple[Tensor, SavedOperand, SavedOperand]:  # fmt: skip
     """y of one group, and what is kept of x and of w."""
     settings = call.settings
     if settings is None:
         y = torch.nn.functional.linear(x_MK, w_NK, bias)
-        x_kept = Kept.itself(x_MK) if need_dw else NOTHING
-        return y, x_kept, Kept.itself(w_NK) if need_dx else NOTHING
+        x_kept = SavedOperand.itself(x_MK) if need_dw else NOTHING
+        return y, x_kept, SavedOperand.itself(w_NK) if need_dx else NOTHING
     plan = linear_recipe.plan_input(x_MK.device, settings, need_dw, call.save_x)
     kept = None
     if call.kept is not None:
         row, col = call.kept.row, call.kept.col
         row = plain(row) if call.kept.own else row
-        kept = KeptWeight(settings, row.group(i), None if col is None else col.group(i))
+        kept = QuantizedWeight(settings, row.group(i), None if col is None else col.group(i))
     w_row, w_col = linear_recipe.weight_operands(kept, w_NK, settings, need_dx)
     q = quantized(x_MK, plan.target)
     assert q.row is not None

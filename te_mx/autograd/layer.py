@@ -46,10 +46,10 @@ from te_mx._ops.library import are_direct, facts_of, is_watched
 from te_mx._ops.linear import layer_kernel
 from te_mx.autograd import input_cache, linear_recipe, norm, sequence_parallel, weight_parts
 from te_mx.autograd.grad_target import WeightGradient
-from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, KeptWeight, TracedWeight
+from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, QuantizedWeight, TracedWeight
 from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep, Source, source_of
-from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped, surely, unflatten
+from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped, surely, unflatten
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.kernels import derive, derived
@@ -66,7 +66,7 @@ class Block(NamedTuple):
     the parts of w1 and w2. lent: these parts and w2 are parameters of several ranks."""
 
     save_x: bool = False
-    codes: tuple[KeptWeight, ...] = ()
+    codes: tuple[QuantizedWeight, ...] = ()
     lent: tuple[Any, ...] = ()
 
 
@@ -115,7 +115,7 @@ class Parameters(NamedTuple):
 class Weights(NamedTuple):
     """For fc1 and fc2: weights that are kept, and where the gradients go."""
 
-    kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
+    kept: tuple[QuantizedWeight | None, QuantizedWeight | None] = (None, None)
     grad_targets: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
 
 
@@ -163,7 +163,7 @@ def activated(
 def through_activation(
     call: Call,
     gradient: linear_recipe.Gradient,
-    kept_w2: Kept,
+    kept_w2: SavedOperand,
     h: Tensor,
     need: tuple[bool, bool, bool],
 ) -> tuple[linear_recipe.Gradient, Tensor]:
@@ -200,19 +200,19 @@ def _makes_again(call: Call, plan_a: linear_recipe.Input) -> bool:
     return again and not plan_a.keep and bool(plan_a.target.col)
 
 
-def _made_again(call: Call, h: Tensor) -> Kept:
+def _made_again(call: Call, h: Tensor) -> SavedOperand:
     """The columnwise codes of a, as forward would have made them."""
     assert call.act is not None
     plan = linear_recipe.plan_input(h.device, call.settings, True)
     target = Target("", plan.target.col, plan.target.rule)
     made = act_quantize_2d(ActStep(h, None, call.act, call.step.dtype, False, target)).quantized.col
     assert made is not None
-    return Kept.operand(made)
+    return SavedOperand.operand(made)
 
 
 def _quantized(
     x: Tensor, parts: Sequence[Any], plan: linear_recipe.Input, settings: Settings, need_dx: bool,
-    kept: KeptWeight | None = None,
+    kept: QuantizedWeight | None = None,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
     `source_of` has what to make them of."""
@@ -337,7 +337,7 @@ def _backward(
 
 
 def _gradients(
-    ctx: Any, need: Needs, step: NormStep, norms: Any, h: Tensor | None, kept: list[Kept],
+    ctx: Any, need: Needs, step: NormStep, norms: Any, h: Tensor | None, kept: list[SavedOperand],
     grads: tuple[Tensor, Tensor | None], again: _Again = _NOT_AGAIN, own: Sequence[Any] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of x and of all parameters, from what was kept of z, w1, a and w2. own: what w1
@@ -383,7 +383,7 @@ def _gradients(
     if need.dw1:
         if again.step is not None:
             plan = linear_recipe.plan_input(g.device, settings, True)
-            kept_z = Kept.operand(
+            kept_z = SavedOperand.operand(
                 Source(tuple(own[again.parts :]), again.step).columns(plan.target)
             )
         wgrad = linear_recipe.wgrad(inner, kept_z, settings, tag_of(tag1, WGRAD))
@@ -402,7 +402,7 @@ def _formats(device: torch.device, settings: Settings) -> Formats:
 
 
 def _product(
-    w: Tensor, b: Tensor | None, kept: KeptWeight | None, settings: Settings, through: bool
+    w: Tensor, b: Tensor | None, kept: QuantizedWeight | None, settings: Settings, through: bool
 ) -> Product:
     """What the plan is told. through: whether dgrad reads the weight."""
     columns = through and (kept is not None or linear_recipe.columns_now(w, settings, through))
@@ -440,7 +440,7 @@ def _plan(
     return plan
 
 
-def _serves(kept: KeptWeight, plan: LayerPlan, columns: bool, device: torch.device) -> bool:
+def _serves(kept: QuantizedWeight, plan: LayerPlan, columns: bool, device: torch.device) -> bool:
     """Whether a weight that was quantized before lies as a plan reads it."""
     row, col = kept.row, kept.col
     if not isinstance(row, Operand) or row.packed is not None or row.codes.device != device:
@@ -551,14 +551,14 @@ def _backward_in_one_call(
         step = call.step._replace(zero_centered=False)
         of_weights = [
             NOTHING if w is None and lie is None
-            else Kept.operand(lie) if lie is not None
-            else Kept.itself(w) if scales is None
-            else Kept.operand(plan.given_columns(i, (w, scales)))
+            else SavedOperand.operand(lie) if lie is not None
+            else SavedOperand.itself(w) if scales is None
+            else SavedOperand.operand(plan.given_columns(i, (w, scales)))
             for i, (w, scales, lie) in enumerate(
                 zip(weights[::2], weights[1::2], lies.weights, strict=False)
             )
         ]  # fmt: skip
-        of_inputs = [NOTHING if one is None else Kept.operand(one) for one in lies.inputs]
+        of_inputs = [NOTHING if one is None else SavedOperand.operand(one) for one in lies.inputs]
         kept_of = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
         norms = x, None if scale is None else scale.float(), lies.mean, lies.rstd
         need = Needs(*ctx.needs_input_grad[:7])
@@ -576,7 +576,7 @@ def _backward_in_one_call(
         dtypes = ctx.dtypes[1 + 2 * i : 3 + 2 * i]
         tag = tag_of(tags[i], WGRAD)
         if to is LATER:
-            kept_x = Kept.operand(plan.saved(columns, others).inputs[i])  # type: ignore[arg-type]
+            kept_x = SavedOperand.operand(plan.saved(columns, others).inputs[i])  # type: ignore[arg-type]
             left = Quantized(None, dw, None)
             gradient = linear_recipe.Gradient(None, left, Target("", "", ""))
             wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag)

@@ -34,7 +34,7 @@ from te_mx.autograd.input_cache import Pass, entered, passed_on, total
 from te_mx.autograd.linear_recipe import (
     DGRAD,
     WGRAD,
-    KeptWeight,
+    QuantizedWeight,
     by_steps,
     columns_now,
     in_one_call,
@@ -43,7 +43,7 @@ from te_mx.autograd.linear_recipe import (
 )
 from te_mx.autograd.node import linked, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
-from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
+from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import LATER, Dtypes, Held, LinearPlan, LinearProblem, Part
@@ -232,15 +232,15 @@ def _fused_backward(
 
     x_kept = w_of = NOTHING
     if x is not None:
-        x_kept = Kept.itself(x)
+        x_kept = SavedOperand.itself(x)
     elif x_col is not None:
         operand = plan.quantized(Held(x_col, x_col)).col
         assert operand is not None
-        x_kept = Kept.operand(operand)
+        x_kept = SavedOperand.operand(operand)
     if w_col is not None:
-        w_of = Kept.operand(plan.w_columns(w_col))
+        w_of = SavedOperand.operand(plan.w_columns(w_col))
     elif w is not None:
-        w_of = Kept.itself(w)
+        w_of = SavedOperand.itself(w)
     p = plan.problem
     how = Backward(settings, call.tag, p.x_shape, p.dtypes[:3], call.grad_target, among)
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
@@ -270,7 +270,7 @@ def _backward_into(
 
 
 def gradients_on_codes(
-    how: Any, kept: tuple[Kept, Kept], grad: Tensor, need: tuple[bool, ...]
+    how: Any, kept: tuple[SavedOperand, SavedOperand], grad: Tensor, need: tuple[bool, ...]
 ) -> Gradients | None:
     """As `autograd.linear.gradients` (how: its Backward); None where that has to run."""
     settings, (x_kept, w_kept) = how.settings, kept
@@ -303,11 +303,11 @@ def gradients_on_codes(
     return passed_on(how.among, made[0]), *made[1:]
 
 
-def _tensors(kept: tuple[Kept, Kept]) -> list[Tensor]:
+def _tensors(kept: tuple[SavedOperand, SavedOperand]) -> list[Tensor]:
     return [t for one in kept for t in one.tensors if t is not None]
 
 
-def _columns(kept: Kept, plan: LinearPlan, settings: Any) -> Part | None:
+def _columns(kept: SavedOperand, plan: LinearPlan, settings: Any) -> Part | None:
     """The columnwise operand of an input as a plan reads it; None where there is another one."""
     operand = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
     if operand.spec != plan.col:
@@ -328,7 +328,7 @@ class Call(NamedTuple):
     settings: Settings
     out_dtype: torch.dtype
     tag: int = -1
-    kept: KeptWeight | None = None
+    kept: QuantizedWeight | None = None
     save_x: bool = False
     grad_target: WeightGradient | None = None
     tokens: Tokens | None = None
@@ -402,7 +402,7 @@ class Backward(NamedTuple):
 
 
 def gradients(
-    how: Backward, kept: tuple[Kept, Kept], grad: Tensor, need: tuple[bool, ...]
+    how: Backward, kept: tuple[SavedOperand, SavedOperand], grad: Tensor, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dw and db, as far as they are needed, from what was kept of x and w."""
     need_dx, need_dw, need_db = need[:3]
@@ -465,7 +465,7 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
     if not (torch.is_grad_enabled() and wanted):
         return infer(x, w_row, bias_N, call.settings, call)
     settings = on_codes(call.settings)
-    kept = KeptWeight(settings, w_row, None)
+    kept = QuantizedWeight(settings, w_row, None)
     # The codes in the place of the weight have no gradient, and nothing reads them there.
     call = call._replace(settings=settings, kept=kept)
     return LinearFunction.apply(x, w_row.codes, bias_N, call)[0]

@@ -60,7 +60,7 @@ from te_mx._ops import (
 from te_mx._ops.quantize import tensors_of
 from te_mx.autograd import high_precision, input_cache
 from te_mx.autograd.grad_target import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
-from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
+from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, unflatten
 from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Weight as Parts
 from te_mx.dispatch.problem import INVARIANT
@@ -209,15 +209,15 @@ class Input(NamedTuple):
     target: Target
     keep: bool
 
-    def kept(self, q: Quantized, x_MK: Tensor | None, need_dw: bool) -> Kept:
+    def kept(self, q: Quantized, x_MK: Tensor | None, need_dw: bool) -> SavedOperand:
         """What wgrad needs; x_MK is the input itself, if that is kept."""
         if not need_dw:
             return NOTHING
         if self.keep:
-            return Kept.itself(x_MK)
+            return SavedOperand.itself(x_MK)
         operand = q.col if q.col is not None else q.row
         assert operand is not None
-        return Kept.operand(operand)
+        return SavedOperand.operand(operand)
 
 
 def plan_input(
@@ -262,7 +262,7 @@ def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Targ
 
 
 def weight_operands(
-    kept: KeptWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+    kept: QuantizedWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
 ) -> tuple[Operand, Operand | None]:
     """The operands of a weight for fprop and, where forward makes it, dgrad: kept ones, or made now
     in one read. A weight that is kept without its master is None."""
@@ -276,7 +276,7 @@ def weight_operands(
 
 
 def input_and_weight(
-    x: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
+    x: Tensor, plan: Input, kept: QuantizedWeight | None, weight_NK: Tensor, settings: Settings,
     need_dx: bool,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x [..., K] and the weight quantized, at the same time where a kernel can."""
@@ -298,15 +298,15 @@ def input_and_weight(
 
 def kept_for_dgrad(
     row: Operand, col: Operand | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
-) -> Kept:
+) -> SavedOperand:
     """What dgrad needs of a weight."""
     if not need_dx:
         return NOTHING
     if settings.backward == "high_precision":
-        return Kept.itself(weight_NK)
+        return SavedOperand.itself(weight_NK)
     if not packs(settings):
-        return Kept.operand(row)
-    return Kept.itself(weight_NK) if col is None else Kept.operand(col)
+        return SavedOperand.operand(row)
+    return SavedOperand.itself(weight_NK) if col is None else SavedOperand.operand(col)
 
 
 def serving(held: Weight, settings: Settings) -> Weight:
@@ -339,7 +339,7 @@ def columns_of(row: Operand, settings: Settings) -> Operand:
     return quantized_columns(dequantize_2d(row, row.format.exact_dtype), "w", settings)
 
 
-def _weight_columns(kept: Kept, settings: Settings) -> Operand:
+def _weight_columns(kept: SavedOperand, settings: Settings) -> Operand:
     """The columnwise operand of a weight that was kept, or that of what was."""
     if not kept.spec:
         return quantized_columns(kept.tensors[0], "w", settings)
@@ -409,7 +409,7 @@ def quantized_gradient(
 
 # ------------------------------------------------------------------------------------------- dgrad
 def dgrad(
-    gradient: Gradient, kept: Kept, settings: Settings, dtype: torch.dtype, tag: int, *,
+    gradient: Gradient, kept: SavedOperand, settings: Settings, dtype: torch.dtype, tag: int, *,
     gelu: str | None = None, gelu_in: Tensor | None = None, bias_grad: bool = False,
     add_to: Tensor | None = None,
 ) -> GemmParts:  # fmt: skip
@@ -439,7 +439,7 @@ def dgrad(
 
 
 # ------------------------------------------------------------------------------------------- wgrad
-def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad:
+def wgrad(gradient: Gradient, kept: SavedOperand, settings: Settings, tag: int) -> Wgrad:
     """The GEMM dw [N, K] = g^T @ x, to be run now or later, into a place that is known then."""
     reads: Reads = tuple((INPUT, t) for t in kept.own)
     g_col, g_MN = gradient.q.col, gradient.g_MN
@@ -490,7 +490,7 @@ def at_most_codes(form: Forms, settings: Settings) -> Forms:
     return form._replace(row=plain_spec(settings.w)) if widens(form.row) else form
 
 
-class KeptWeight(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight, or those of groups, quantized once for several calls: rowwise, and columnwise where
     backward needs it."""
 
@@ -500,7 +500,7 @@ class KeptWeight(NamedTuple):
     made: Made = Made(0, None)
     own: bool = False  # row lies for a kernel of any number of rows: others read it by rows
 
-    def on_current_stream(self) -> KeptWeight:
+    def on_current_stream(self) -> QuantizedWeight:
         """This weight, once the current stream has waited for it."""
         made, device = self.made, self.row.codes.device
         if made.event is not None and made.stream != current(device):
@@ -554,7 +554,7 @@ class KeptWeight(NamedTuple):
         )
 
 
-def parts_of(kept: KeptWeight) -> Parts:
+def parts_of(kept: QuantizedWeight) -> Parts:
     """Its operands as whole layers in one call take them."""
     row, col = kept.row, kept.col
     return Parts((row.codes, row.scales), None if col is None else (col.codes, col.scales))
@@ -580,7 +580,7 @@ def on_codes(settings: Settings) -> Settings:
 
 def kept_weight(
     weight_NK: Tensor, settings: Settings, need_dx: bool, for_steps: bool = False
-) -> KeptWeight:
+) -> QuantizedWeight:
     """Quantize a weight that stands still, and pack it unless its plain codes are what is kept, or
     have fewer bits than packed ones. for_steps: of one training step, whose layers read packed ones
     without work."""
@@ -594,9 +594,9 @@ def kept_weight(
         row, col, _ = quantized(weight_NK, target)
         assert row is not None
         if not packs(settings):
-            return KeptWeight(settings, row, None, Made.now(device))
+            return QuantizedWeight(settings, row, None, Made.now(device))
         mode, given = mode_of(settings), roles(device, settings)
         row = row if narrow else kept_form(row, "rhs", mode, given.x.row)
         if col is not None:
             col = kept_form(col, "rhs", mode_of(settings, backward=True), given.g.row)
-    return KeptWeight(settings, row, col, Made.now(device))
+    return QuantizedWeight(settings, row, col, Made.now(device))

@@ -47,7 +47,7 @@ def surely(condition: Any) -> bool:
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class Kept(NamedTuple):
+class SavedOperand(NamedTuple):
     """What autograd saves for one input or weight: three tensors (codes, scales and packed form, or
     tensor scale, of an operand; or the tensor itself, None, None), and beside them the operand's
     spec and sizes; spec "" where they are no operand."""
@@ -58,7 +58,7 @@ class Kept(NamedTuple):
     k: int = 0
 
     @classmethod
-    def operand(cls, operand: Operand) -> Kept:
+    def operand(cls, operand: Operand) -> SavedOperand:
         """An operand."""
         if operand.packed is not None and operand.tensor_scale is not None:
             operand = plain(operand)
@@ -66,7 +66,7 @@ class Kept(NamedTuple):
         return cls((codes, scales, packed if whole is None else whole), spec, rows, k)
 
     @classmethod
-    def itself(cls, tensor: Tensor | None) -> Kept:
+    def itself(cls, tensor: Tensor | None) -> SavedOperand:
         """The tensor itself."""
         return cls((tensor, None, None))
 
@@ -83,13 +83,13 @@ class Kept(NamedTuple):
         return kept
 
     @property
-    def beside(self) -> Kept:
+    def beside(self) -> SavedOperand:
         """This without tensors, which autograd keeps; `with_tensors` gives it back."""
-        return Kept(NOTHING.tensors, self.spec, self.rows, self.k)
+        return SavedOperand(NOTHING.tensors, self.spec, self.rows, self.k)
 
-    def with_tensors(self, tensors: Tensors) -> Kept:
+    def with_tensors(self, tensors: Tensors) -> SavedOperand:
         """This with the tensors that autograd gave back."""
-        return Kept(tuple(tensors), self.spec, self.rows, self.k)  # type: ignore[arg-type]
+        return SavedOperand(tuple(tensors), self.spec, self.rows, self.k)  # type: ignore[arg-type]
 
     def as_operand(self) -> Operand:
         """The operand that was kept."""
@@ -106,4 +106,4 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-NOTHING = Kept()
+NOTHING = SavedOperand()

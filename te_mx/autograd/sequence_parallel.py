@@ -20,7 +20,7 @@ from torch import Tensor
 from te_mx import formats
 from te_mx._ops import Operand
 from te_mx.autograd import linear_recipe
-from te_mx.autograd.saved import Kept, flatten, shaped
+from te_mx.autograd.saved import SavedOperand, flatten, shaped
 from te_mx.recipes.settings import Settings
 
 
@@ -65,13 +65,13 @@ def rows_of_all(row: Operand | None, tokens: Tokens | None) -> Operand:
     return row if tokens is None else _gathered(row, tokens)
 
 
-def kept_of_all(kept: Kept, tokens: Tokens | None) -> Kept:
+def kept_of_all(kept: SavedOperand, tokens: Tokens | None) -> SavedOperand:
     """What was kept of this rank's tokens, of all of them."""
     if tokens is None or kept.tensors[0] is None:
         return kept
     if not kept.spec:
-        return Kept.itself(tokens.gathered(flatten(kept.tensor)))
-    return Kept.operand(_gathered(kept.as_operand(), tokens))
+        return SavedOperand.itself(tokens.gathered(flatten(kept.tensor)))
+    return SavedOperand.operand(_gathered(kept.as_operand(), tokens))
 
 
 def shape_of_all(x: Tensor, tokens: Tokens | None) -> torch.Size:

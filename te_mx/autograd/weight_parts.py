@@ -18,8 +18,8 @@ from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_joined_2d, plain, quantize_joined_2d
 from te_mx.autograd import linear_recipe
-from te_mx.autograd.linear_recipe import KeptWeight
-from te_mx.autograd.saved import Kept
+from te_mx.autograd.linear_recipe import QuantizedWeight
+from te_mx.autograd.saved import SavedOperand
 from te_mx.recipes.settings import Settings
 
 
@@ -58,7 +58,9 @@ def _joined(join: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -
     return join(tensors)
 
 
-Codes = Sequence[KeptWeight]  # of every part of w1 of a block, and of w2; empty where values are
+Codes = Sequence[
+    QuantizedWeight
+]  # of every part of w1 of a block, and of w2; empty where values are
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -66,7 +68,7 @@ def joined(parts: Sequence[Any]) -> Any:
     return parts[0] if len(parts) == 1 or parts[0] is None else cat(parts)
 
 
-def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
+def _joined_codes(parts: Sequence[Operand], settings: Settings) -> QuantizedWeight:
     """One weight of parts that are rowwise codes."""
     made = parts[0].layout.joined(parts) if len(parts) > 1 else parts[0]
     if made is None:
@@ -77,10 +79,12 @@ def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
         wholes = [(one.tensor_scale, one.rows) for one in parts]
         each = [whole.expand(n, 1) for whole, n in wholes if whole is not None]
         made = made._replace(tensor_scale=torch.cat(each) if each else None)
-    return KeptWeight(settings, made, None)
+    return QuantizedWeight(settings, made, None)
 
 
-def of_codes(codes: Codes, settings: Settings) -> tuple[KeptWeight | None, KeptWeight | None]:
+def of_codes(
+    codes: Codes, settings: Settings
+) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:
     """What stands in for w1 and for w2; None where there are values."""
     if not codes:
         return None, None
@@ -88,7 +92,7 @@ def of_codes(codes: Codes, settings: Settings) -> tuple[KeptWeight | None, KeptW
 
 
 def operands(
-    kept: KeptWeight | None, parts: Sequence[Any], settings: Settings, need_dx: bool
+    kept: QuantizedWeight | None, parts: Sequence[Any], settings: Settings, need_dx: bool
 ) -> tuple[Operand, Operand | None]:
     """steps.weight_operands of a weight that is one parameter or several, which nobody joins."""
     if kept is not None or len(parts) == 1:
@@ -103,14 +107,14 @@ def operands(
 def kept_of(
     weight: tuple[Operand, Operand | None], parts: Sequence[Tensor], settings: Settings,
     need: bool, codes: Codes = (),
-) -> tuple[Kept, Sequence[Tensor]]:  # fmt: skip
+) -> tuple[SavedOperand, Sequence[Tensor]]:  # fmt: skip
     """What dgrad needs of a weight: something quantized, or itself; and what it is joined of if
     that is to be joined again: parameters, or their codes, whose memory FSDP2 frees, and fills
     again for backward."""
     if codes and need and len(parts) > 1:
-        return Kept(), [t for one in codes[:-1] for t in one.row[:2]]
+        return SavedOperand(), [t for one in codes[:-1] for t in one.row[:2]]
     kept = linear_recipe.kept_for_dgrad(*weight, parts[0], settings, need)
-    return (kept, ()) if kept.spec or not need or len(parts) == 1 else (Kept(), parts)
+    return (kept, ()) if kept.spec or not need or len(parts) == 1 else (SavedOperand(), parts)
 
 
 def _starts_from_values(row: Operand, settings: Settings) -> bool:
@@ -119,24 +123,24 @@ def _starts_from_values(row: Operand, settings: Settings) -> bool:
     return settings.one_copy and settings.backward is None and not is_turned
 
 
-def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
+def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> SavedOperand:
     """A joined weight, of its parts; of codes their values, where dgrad starts from those."""
     if codes:
         pairs = zip(codes, own[::2], own[1::2], strict=False)
         parts = [kept.row._replace(codes=one, scales=scales) for kept, one, scales in pairs]
         if _starts_from_values(parts[0], settings):
-            return Kept.itself(dequantize_joined_2d(parts, parts[0].format.exact_dtype))
-        return Kept.operand(_joined_codes(parts, settings).row)
+            return SavedOperand.itself(dequantize_joined_2d(parts, parts[0].format.exact_dtype))
+        return SavedOperand.operand(_joined_codes(parts, settings).row)
     if linear_recipe.needs_columns(settings, True):
         form = linear_recipe.roles(own[0].device, settings).w
         made = quantize_joined_2d(
             own, col=form.col, rule=settings.w_rule or settings.scale_rule
         ).col
         assert made is not None
-        return Kept.operand(made)
+        return SavedOperand.operand(made)
     # torch.compile would take this join for forward's, if it were one of the same dimension, and
     # keep that.
-    return Kept.itself(cat(own, -2))
+    return SavedOperand.itself(cat(own, -2))
 
 
 def split_gradients(

@@ -23,7 +23,7 @@ from te_mx import formats
 from te_mx._ops import Operand, Stack, rows_2d, rows_call
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
-from te_mx.autograd.linear_recipe import KeptWeight, plain_spec
+from te_mx.autograd.linear_recipe import QuantizedWeight, plain_spec
 from te_mx.context.region import backward_pass_id, is_tracing
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.fusion.transposed_linear import TransposedLinear
@@ -394,7 +394,7 @@ def _kept(weight: GatheredWeight, settings: Settings) -> Any:
 def _of_codes(weight: GatheredWeight, settings: Settings) -> Any:
     parts, (*groups, rows, k) = (weight.codes, weight.scales, plain_spec(weight.fmt)), weight.shape
     held: Any = Stack(*parts, groups[0], rows, k) if groups else Operand(*parts, rows, k)
-    return KeptWeight(settings._replace(one_copy=True), held, None)
+    return QuantizedWeight(settings._replace(one_copy=True), held, None)
 
 
 # ------------------------------------------------------------------------ telling fully_shard of it

@@ -21,7 +21,7 @@ from te_mx._ops.library import is_unwatched
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import GroupedCall, grouped_on_codes
 from te_mx.autograd.linear import Call, linear_on_codes
-from te_mx.autograd.linear_recipe import KeptWeight, on_codes, serving
+from te_mx.autograd.linear_recipe import QuantizedWeight, on_codes, serving
 from te_mx.autograd.saved import flatten, unflatten
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.calls import Groups
@@ -353,7 +353,7 @@ class QuantizedOnly(Frozen):
     def operands(self, layer: Any, key: str, settings: Settings, *call: Any) -> Any:
         held = layer._one_copy(key)
         own = held.layout.any_rows
-        return KeptWeight(settings, held if own else serving(held, settings), None, own=own)
+        return QuantizedWeight(settings, held if own else serving(held, settings), None, own=own)
 
     def prepared(
         self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings, *call: Any

@@ -16,7 +16,7 @@ from te_mx._ops import Stack
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import weight_parts
 from te_mx.autograd.grouped import kept_weights
-from te_mx.autograd.linear_recipe import KeptWeight, plain_spec
+from te_mx.autograd.linear_recipe import QuantizedWeight, plain_spec
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import is_dense
 from te_mx.weights.freezing import Freezable
@@ -31,7 +31,7 @@ class OfGroups(Freezable):
 
     def _make_kept(
         self, key: str, settings: Settings, need_dx: bool, for_steps: bool = False
-    ) -> KeptWeight:
+    ) -> QuantizedWeight:
         # Of groups no copy is wider than its codes, whatever it is for.
         return kept_weights([w.detach() for w in self._each_of(key)], settings, need_dx)
 

@@ -115,7 +115,7 @@ class WeightSource:
         self, layer: Any, key: str, settings: Settings, first: bool | None, device: torch.device,
         need_dx: bool,
     ) -> Any:  # fmt: skip
-        """A KeptWeight that serves these settings, perhaps made now and
+        """A QuantizedWeight that serves these settings, perhaps made now and
         kept; None where the call quantizes. first: is_first_microbatch of the call.
 
         A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
@@ -309,7 +309,7 @@ class Gathered(WeightSource):
     """Weights that FSDP2 gathered as codes, for one forward of one rank.
 
     Args:
-        kept: a KeptWeight for each key that is gathered.
+        kept: a QuantizedWeight for each key that is gathered.
         joined: the whole of one of which the parts are gathered.
         inner: the source of the layer that they were gathered for.
     """

@@ -32,7 +32,7 @@ from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.linear_recipe import (
     GEMMS,
-    KeptWeight,
+    QuantizedWeight,
     TracedWeight,
     mode_of,
     plain_spec,
@@ -159,7 +159,7 @@ def many_rows(
     return unflatten(FROZEN_GEMM(*row[:5], held, bias, key, words, n, "", out_dtype), x)
 
 
-def kept(module: Any, key: str, settings: Settings) -> KeptWeight | None:
+def kept(module: Any, key: str, settings: Settings) -> QuantizedWeight | None:
     """As `operands` of the source, for products without gradients that Dynamo traces; None where
     `many_rows` would be."""
     if module._source.dropped or not _holds(module, key):
@@ -169,7 +169,7 @@ def kept(module: Any, key: str, settings: Settings) -> KeptWeight | None:
     def times(x: Operand, bias: Tensor | None, gelu: str, dtype: torch.dtype) -> Tensor:
         return FROZEN_GEMM(*x[:5], held, bias, key, words, n, gelu, dtype)
 
-    return KeptWeight(settings, TracedWeight(times), None)
+    return QuantizedWeight(settings, TracedWeight(times), None)
 
 
 def _holds(module: Any, key: str) -> bool:

@@ -14,7 +14,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx._ops import Mode, Quantize
 from te_mx.autograd import linear_recipe
-from te_mx.autograd.linear_recipe import KeptWeight
+from te_mx.autograd.linear_recipe import QuantizedWeight
 from te_mx.backends import device_names
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding
@@ -197,7 +197,7 @@ def test_a_weight_packed_for_one_serves_the_other(told):
     exact = MXFP8BlockScaling(precision="exact").settings
     codes, words = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(1, 2, 132, dtype=torch.int32)
     operand = ops.Operand(codes, words, "mxfp8_e4m3@sm90:8", 4, 32)
-    weight = KeptWeight(plain, operand, None)
+    weight = QuantizedWeight(plain, operand, None)
     assert weight.serves(plain, codes.device, False)
     assert weight.serves(cut, codes.device, False)
     assert not weight.serves(exact, codes.device, False)
