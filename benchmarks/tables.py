@@ -67,7 +67,7 @@ def llama(row: str, *recipes: str) -> tuple[Cell, ...]:
     return tuple(Cell(H200, row, kernel=f"fuse=True {recipe}") for recipe in recipes)
 
 
-def few_rows(form: str, *tokens: int) -> tuple[Cell, ...]:
+def decode_weights(form: str, *tokens: int) -> tuple[Cell, ...]:
     return tuple(Cell(H200, f"decode {form}", f"M{m} .*") for m in tokens)
 
 
@@ -90,7 +90,7 @@ DECODE = Line(
     # MXFP4's kernel is newer than its results.
     "a frozen layer, one token, MXFP8 weights, mean of the shapes of LLMs",
     "cuBLAS bf16 in a CUDA graph",
-    few_rows("mxfp8", 1),
+    decode_weights("mxfp8", 1),
     ("decoding one token, MXFP8 (H200)",),
 )
 ON_CPU = Line(
@@ -128,7 +128,7 @@ TABLES: dict[str, list[Line]] = {
     ],
     "inference": [
         Line(f"frozen Linear, {weights}, 1 / 4 / 16 / 32 / 64 tokens",
-             "cuBLAS bf16 in a CUDA graph", few_rows(form, 1, 4, 16, 32, 64))
+             "cuBLAS bf16 in a CUDA graph", decode_weights(form, 1, 4, 16, 32, 64))
         for form, weights in (("mxfp8", "MXFP8 weights"),
                               ("mxfp4", "MXFP4 weights, by the [kernel before](notes/hopper.md)"))
     ] + [

@@ -22,14 +22,14 @@ from te_mx._ops.quantize import (
 )
 from te_mx._ops.settled import for_any_rows, held_as, plain, settled
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
-from te_mx.dispatch.forms import Forms, forms
 from te_mx.dispatch.fused import Target
+from te_mx.dispatch.operand_layouts import OperandLayouts, operand_layouts
 from te_mx.layouts.operand import Operand, Quantized, Stack, turned
 from te_mx.runtime.streams import Made, capturing
 
 __all__ = [
-    "FLOAT_DTYPES", "Epilogue", "Forms", "GemmParts", "Made", "Mode", "Operand", "Quantize",
-    "Quantized", "Stack", "Target", "capturing", "convert_2d", "dequantize_2d",
+    "FLOAT_DTYPES", "Epilogue", "GemmParts", "Made", "Mode", "Operand", "OperandLayouts",
+    "Quantize", "Quantized", "Stack", "Target", "capturing", "convert_2d", "dequantize_2d",
     "dequantize_joined_2d", "for_any_rows", "forms", "gemm_2d", "held_as", "kept_form", "plain",
     "quantize_2d", "quantize_joined_2d", "quantize_two_2d", "quantized", "restored_2d", "rows_2d",
     "rows_call", "settled", "standing_form", "turned", "worth_packing",

@@ -263,7 +263,7 @@ def quantize(
         )
     transposed = columnwise_transposed
     if columnwise and transposed is None:
-        transposed = known.element.bits < 8 or ops.forms(
+        transposed = known.element.bits < 8 or ops.operand_layouts(
             x.device, known.name, known.name, "exact", MAX_SPREAD
         ).col.endswith("@rows")
     if node.active():

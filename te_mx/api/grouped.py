@@ -18,7 +18,7 @@ from te_mx._ops.grouped_quantize import quantize_grouped
 from te_mx.api import mixed_gemm
 from te_mx.api.blas import check_dtype
 from te_mx.api.groups import (
-    Form,
+    Grouping,
     Rows,
     aligned,
     bias_of,
@@ -34,7 +34,7 @@ from te_mx.api.groups import (
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd import node
-from te_mx.autograd.grouped import GroupForms
+from te_mx.autograd.grouped import GroupLayouts
 from te_mx.autograd.linear_recipe import mode_of, new_seed
 from te_mx.context.region import output_dtype
 from te_mx.dispatch.calls import Groups
@@ -206,7 +206,7 @@ def grouped_gemm(
         NotImplementedError: forward-mode AD or a transform of torch.func follows bias
             or inp.
     """
-    form = Form(OWNER, offs, index, masked_m, alignment).checked()
+    form = Grouping(OWNER, offs, index, masked_m, alignment).checked()
     check_flag(f"{OWNER}: zero_padding", zero_padding)
     check_flag(f"{OWNER}: accumulate", accumulate)
     check_dtype(out_dtype, f"{OWNER}: out_dtype")
@@ -386,7 +386,7 @@ def grouped_linear(
         NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
     settings = settings_of(recipe, forward=True)
-    form = Form("grouped_linear", offs, index, masked_m, alignment).checked()
+    form = Grouping("grouped_linear", offs, index, masked_m, alignment).checked()
     dims = 2 if masked_m is None else 3
     stack = stack_of(weight, form.owner) if is_quantized(weight) else None
     if stack is not None:
@@ -495,7 +495,7 @@ def _quantized(
     grad: Tensor, inp: Tensor, offs: Tensor, settings: Settings
 ) -> tuple[Operand, Operand, Groups]:
     """The columns of both sides of grouped_wgrad, and their groups."""
-    form = GroupForms.of(inp, grad, settings)
+    form = GroupLayouts.of(inp, grad, settings)
     groups = Groups(on_device(offs, form.x.col, inp))
 
     def columns(x: Tensor, spec: str, rule: str) -> Operand:

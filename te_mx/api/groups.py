@@ -34,7 +34,7 @@ from te_mx.runtime.arguments import (
 
 
 @dataclass(frozen=True)
-class Form:
+class Grouping:
     """What a call was given; `owner` is its name in errors."""
 
     owner: str
@@ -43,7 +43,7 @@ class Form:
     masked_m: Tensor | None
     alignment: int = 1
 
-    def checked(self) -> Form:
+    def checked(self) -> Grouping:
         """Raise ValueError or TypeError unless one way is chosen; with the alignment as an int."""
         given = {"offs": self.offs, "index": self.index, "masked_m": self.masked_m}
         chosen = [name for name, value in given.items() if value is not None]
@@ -116,7 +116,7 @@ def settings_of(recipe: Any, forward: bool) -> Settings:
     return made
 
 
-def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
+def rows_of(form: Grouping, tokens: Any, groups: int, most: int) -> Rows:
     """The rows of every group among tokens [R, .], of which masked_m has `most` a group.
 
     Raises ValueError or TypeError for an index that does not fit, as far as the host can see it.

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import Epilogue, Forms, Made, Operand, Quantized, Stack, gemm_2d, plain
+from te_mx._ops import Epilogue, Made, Operand, OperandLayouts, Quantized, Stack, gemm_2d, plain
 from te_mx._ops.grouped_fused import act_quantize_grouped
 from te_mx._ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, kept_stack, on_device
 from te_mx._ops.grouped_quantize import (
@@ -68,7 +68,7 @@ from te_mx.autograd.linear_recipe import (
     plain_spec,
     roles,
     serving,
-    weight_forms,
+    weight_layouts,
 )
 from te_mx.autograd.node import outputs, place, run_backward, tag_of
 from te_mx.autograd.routing import Route, rows_of, sum_of_rows
@@ -119,32 +119,32 @@ def col_sums(x: Tensor, groups: Groups) -> Tensor:
     return torch.stack([x[start:end].sum(0, dtype=torch.float32) for start, end in bounds])
 
 
-class GroupForms(NamedTuple):
+class GroupLayouts(NamedTuple):
     """Specs of the operands of one call: tokens x and g by groups, weights; and their rules."""
 
-    x: Forms
-    g: Forms
-    w: Forms
+    x: OperandLayouts
+    g: OperandLayouts
+    w: OperandLayouts
     rule: str
     g_rule: str
     w_col_rule: str
     one_copy: bool  # dgrad starts from the rowwise codes of the weights
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupForms:
+    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupLayouts:
         """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
         check_rows_of_tokens(settings)
         device = x.device
         rules = settings.scale_rule, settings.gradient_rule, settings.weight_columns_rule
         if x.numel() and weight.numel():
             tokens = roles(device, settings, "gemm_rows")
-            weights = weight_forms(device, settings)
+            weights = weight_layouts(device, settings)
             return cls(tokens.x, tokens.g, weights, *rules, settings.one_copy)
         # The quantizers of groups pack nothing that is empty.
         return cls(
-            Forms(plain_spec(settings.x), f"{settings.x_columns}@grouped_cols"),
-            Forms(plain_spec(settings.g), f"{settings.g_columns}@grouped_cols"),
-            Forms(plain_spec(settings.w), f"{settings.w_columns}@cols"),
+            OperandLayouts(plain_spec(settings.x), f"{settings.x_columns}@grouped_cols"),
+            OperandLayouts(plain_spec(settings.g), f"{settings.g_columns}@grouped_cols"),
+            OperandLayouts(plain_spec(settings.w), f"{settings.w_columns}@cols"),
             *rules,
             settings.one_copy,
         )
@@ -166,7 +166,7 @@ def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) 
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
         rule = settings.w_rule or settings.scale_rule
-        form = at_most_codes(GroupForms.of(first, first, settings).w, settings)
+        form = at_most_codes(GroupLayouts.of(first, first, settings).w, settings)
         columns = form.col if needs_columns(settings, need_col) else ""
         row, col = quantize_weights(weights, form.row, columns, rule=rule)
         if not packs(settings):
@@ -243,7 +243,7 @@ def _grouped_mm(
 
 
 def weights_of(
-    weights: Sequence[Tensor] | Tensor, form: GroupForms, call: GroupedCall, need_dx: bool
+    weights: Sequence[Tensor] | Tensor, form: GroupLayouts, call: GroupedCall, need_dx: bool
 ) -> tuple[Stack, Stack | None]:
     """The operands of the weights: kept ones, or made now in one read."""
     kept, settings = call.kept, call.settings
@@ -272,7 +272,7 @@ class _Layer(NamedTuple):
     """What backward is told of one of the layers, beside tensors."""
 
     call: GroupedCall
-    form: GroupForms
+    form: GroupLayouts
     need: _Need
     stacked: bool
     dtypes: tuple[torch.dtype, torch.dtype]  # of the weights and of the biases, if there are any
@@ -285,7 +285,7 @@ class _Layer(NamedTuple):
         cls, x: Tensor, call: GroupedCall, parts: Sequence[Tensor], needs: Sequence[bool], dx: bool
     ) -> _Layer:
         count = len(parts) // 2 if call.has_bias else len(parts)
-        form = GroupForms.of(x, parts[0] if parts[0].dim() == 2 else parts[0][0], call.settings)
+        form = GroupLayouts.of(x, parts[0] if parts[0].dim() == 2 else parts[0][0], call.settings)
         need = _Need(dx, tuple(needs[:count]), tuple(needs[count:]))
         return cls(call, form, need, parts[0].dim() == 3, (parts[0].dtype, parts[-1].dtype))
 
@@ -484,7 +484,7 @@ def wgrad_of(
     g_col: Operand,
     groups: Groups,
     call: GroupedCall,
-    form: GroupForms,
+    form: GroupLayouts,
     stacked: bool,
 ) -> GroupedWgrad:
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
@@ -547,7 +547,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
         given = x, offs, None, None, 1, (call,), None, len(parts)
         return GroupedFunction.apply(*given, *parts)[0]
     weights, bias = split_parts(parts, call.has_bias)
-    form = GroupForms.of(x, weights[0], settings)
+    form = GroupLayouts.of(x, weights[0], settings)
     row, _ = weights_of(weights, form, call, False)
     return infer(x, offs, row, bias, call)
 
@@ -571,7 +571,7 @@ def infer(
 ) -> Tensor:
     """x [..., K] -> [..., N] on quantized weights, without autograd."""
     settings = call.settings
-    form = GroupForms.of(x, w_row.codes, settings)
+    form = GroupLayouts.of(x, w_row.codes, settings)
     groups = Groups(on_device(offs, form.x.row, x), call.capacity)
     q = quantize_grouped(flatten(x), groups, form.x.row, rule=form.rule)
     assert q.row is not None

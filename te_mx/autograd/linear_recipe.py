@@ -37,20 +37,20 @@ from torch import Tensor
 from te_mx import formats
 from te_mx._ops import (
     Epilogue,
-    Forms,
     GemmParts,
     Made,
     Mode,
     Operand,
+    OperandLayouts,
     Quantize,
     Quantized,
     Stack,
     Target,
     convert_2d,
     dequantize_2d,
-    forms,
     gemm_2d,
     kept_form,
+    operand_layouts,
     plain,
     quantize_2d,
     quantize_two_2d,
@@ -102,9 +102,9 @@ class Roles(NamedTuple):
     """In which formats and layouts inputs, weights and output gradients are quantized, so that the
     kernels of a device take them as they are."""
 
-    x: Forms
-    w: Forms
-    g: Forms
+    x: OperandLayouts
+    w: OperandLayouts
+    g: OperandLayouts
 
 
 def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
@@ -124,7 +124,7 @@ def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
     tracing = torch.compiler.is_compiling()  # when a constant takes the place of what is below
     specs = compiled.role_specs if tracing else role_specs
     x, x_col, w, w_col, g, g_col = specs(device, op, *settings).split(" ")
-    return Roles(Forms(x, x_col), Forms(w, w_col), Forms(g, g_col))
+    return Roles(OperandLayouts(x, x_col), OperandLayouts(w, w_col), OperandLayouts(g, g_col))
 
 
 @compiled.constant
@@ -139,10 +139,12 @@ def role_specs(device: torch.device, op: str, *fields: Any) -> str:
     precision = settings.backward_precision
 
     def row(fmt: str, other: str, right: bool = False) -> str:
-        return forms(device, fmt, other, settings.precision, settings.spread, op, rule, right).row
+        return operand_layouts(
+            device, fmt, other, settings.precision, settings.spread, op, rule, right
+        ).row
 
-    def other(fmt: str, other: str, right: bool = False) -> Forms:
-        return forms(device, fmt, other, precision, settings.spread, op, backward, right)
+    def other(fmt: str, other: str, right: bool = False) -> OperandLayouts:
+        return operand_layouts(device, fmt, other, precision, settings.spread, op, backward, right)
 
     # fprop is x @ w^T, dgrad g @ w, wgrad g^T @ x.
     inputs = row(x, w), other(x_col, g_col, right=True).col
@@ -466,7 +468,7 @@ def wgrad(gradient: Gradient, kept: SavedOperand, settings: Settings, tag: int) 
 def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operand:
     """The columnwise operand of an input or a weight that was kept itself."""
     assert t is not None
-    form: Forms = getattr(roles(t.device, settings), role)
+    form: OperandLayouts = getattr(roles(t.device, settings), role)
     rule = settings.weight_columns_rule if role == "w" else settings.scale_rule
     made = quantize_2d(flatten(t), col=form.col, rule=rule).col
     assert made is not None
@@ -476,7 +478,7 @@ def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operan
 _WIDE = "mxfp8_e4m3"
 
 
-def weight_forms(device: torch.device, settings: Settings) -> Forms:
+def weight_layouts(device: torch.device, settings: Settings) -> OperandLayouts:
     """Specs of the weights of groups; those whose bytes are kept are packed when they are
     multiplied."""
     form = roles(device, settings).w
@@ -485,7 +487,7 @@ def weight_forms(device: torch.device, settings: Settings) -> Forms:
     return form if packs(settings) else form._replace(row=plain_spec(settings.w))
 
 
-def at_most_codes(form: Forms, settings: Settings) -> Forms:
+def at_most_codes(form: OperandLayouts, settings: Settings) -> OperandLayouts:
     """The same of weights that are kept, of which no copy is wider than its codes."""
     return form._replace(row=plain_spec(settings.w)) if widens(form.row) else form
 
@@ -516,7 +518,7 @@ class QuantizedWeight(NamedTuple):
     def _is_as_asked(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call would ask for operands that lie so."""
         if isinstance(self.row, Stack):
-            row, col = at_most_codes(weight_forms(device, settings), settings)
+            row, col = at_most_codes(weight_layouts(device, settings), settings)
         else:
             row, col = roles(device, settings).w
         fmt, _, wanted = row.partition("@")

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     w_kept: bool
 
 
-class Form(NamedTuple):
+class LinearFormats(NamedTuple):
     """Elements of x and w, and of gradients; how scales follow, and their blocks: of x and
     gradients, of w. All in the words of native code, where MX is what it takes by itself. kernel:
     of a CPU."""
@@ -64,13 +64,15 @@ class Form(NamedTuple):
 Formats = tuple[str, str, str]  # of x, w and gradients
 
 
-def form_of(formats: Formats, scale_rule: str, spread: int, kernel: int = -1) -> Form:
+def linear_formats(
+    formats: Formats, scale_rule: str, spread: int, kernel: int = -1
+) -> LinearFormats:
     """That of a layer."""
     x, w, g = (format_fields(words_of(f"{fmt}@rows")[0]) for fmt in formats)
     rule, epsilon = split_rule(scale_rule)
     scaling = {name: value for name, value in x.items() if name != "element"}
     scaling |= {f"w_{name}": value for name, value in w.items() if name != "element"}
-    return Form(
+    return LinearFormats(
         x["element"], g["element"], SCALE_RULES[rule], spread, epsilon, kernel=kernel, **scaling
     )
 
@@ -87,7 +89,7 @@ class Rooms(NamedTuple):
     g_kept: Place
 
 
-def rooms(native: Any, shape: Shape, form: Form) -> Rooms:
+def rooms(native: Any, shape: Shape, form: LinearFormats) -> Rooms:
     """Where things lie, from the native code alone."""
     at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
     return Rooms(
@@ -112,7 +114,7 @@ class Calls(LinearPlan):
     names: Sequence[str]  # what te_mx.audit calls the kernels
 
     def __init__(
-        self, native: Any, shape: Shape, form: Form, specs: Specs, dtypes: Dtypes,
+        self, native: Any, shape: Shape, form: LinearFormats, specs: Specs, dtypes: Dtypes,
         x_shape: torch.Size, need_db: bool = False,
     ) -> None:  # fmt: skip
         (m, n, k, *_), room = shape, rooms(native, shape, form)

@@ -108,7 +108,7 @@ def _names(args: Any) -> str:
 
 # ------------------------------------------------------------------------------ what a rank sends
 Sent = tuple[Tensor, ...]
-Forms = tuple[torch.Size, ...]  # sizes but for the first one
+Sizes = tuple[torch.Size, ...]  # sizes but for the first one
 
 _VECTOR = 128  # bytes; kernels write faster where memory begins with so many
 
@@ -243,7 +243,7 @@ class ShardCodes:
         self._plain_spec = plain_spec(settings.w)
         self._place, self._model = place, model
         self._ahead: Ahead | None = None
-        self.forms: Forms = ()
+        self.forms: Sizes = ()
         # Of what is sent, by dtype of the values; None where it is not made in given memory.
         self.sizes: dict[torch.dtype, tuple[int, int] | None] = {}
         model.add(self)
@@ -316,7 +316,7 @@ class ShardCodes:
         return sent
 
 
-def restored(sent: Sent, forms: Forms) -> tuple[Tensor, Tensor]:
+def restored(sent: Sent, forms: Sizes) -> tuple[Tensor, Tensor]:
     """Codes and scales of a whole weight, of what was gathered: the same memory."""
     codes, scales = [flat.view(-1, *rest) for flat, rest in zip(sent, forms, strict=True)]
     return codes, scales

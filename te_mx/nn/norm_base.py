@@ -34,7 +34,7 @@ from te_mx.nn.linear import Linear
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Mixed, Settings
 from te_mx.runtime.arguments import check_number, check_one_of
-from te_mx.weights.decode import Ready
+from te_mx.weights.decode import DecodeCall
 from te_mx.weights.source import Prepared
 from te_mx.weights.traced import Traced
 
@@ -370,13 +370,13 @@ def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings
 
 
 def run_gated(
-    found: Ready | Traced, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int
+    found: DecodeCall | Traced, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int
 ) -> Tensor | None:
     """act(h[0]) * h[1] times a weight, in the dtype of h; of one h, its halves. None where native
     code does not take it. Compiled code has the activation as an op of its own: the same bits."""
     x, values = h if len(h) == 2 else h[0].chunk(2, -1)
     dtype, shape = x.dtype, x.shape
-    if isinstance(found, Ready) and act.base in found.kernel.gates:
+    if isinstance(found, DecodeCall) and act.base in found.kernel.gates:
         gate = Gate(values, act.base)
         made = found.run(x, bias, dtype, tag, gate=gate)
         if made is not None:

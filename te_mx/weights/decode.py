@@ -24,7 +24,7 @@ from te_mx.runtime.streams import capturing
 ANY_RULE = "rceil"  # stands where nothing is quantized
 
 
-class Form(NamedTuple):
+class DecodeWeight(NamedTuple):
     """The form of a weight, None where the kernel does not take its numbers, and what it was made
     of: objects, and numbers that count their changes."""
 
@@ -46,22 +46,22 @@ def state(*tensors: Tensor) -> tuple[Any, ...]:
     return *tensors, *(t._version for t in tensors)
 
 
-class Forms:
+class DecodeWeights:
     """The forms of the weights of one module, by key, and those that CUDA graphs read."""
 
     __slots__ = ("in_graphs", "made")
 
     def __init__(self) -> None:
-        self.made: dict[str, Form] = {}
+        self.made: dict[str, DecodeWeight] = {}
         self.in_graphs: list[Operand | Stack] = []
 
 
 class Weight(NamedTuple):
     """A weight [n, k] of a module that stands still, or those of groups (0: one weight). made_of:
-    as of a Form, () where changes would not be seen; given: the copy that other kernels would find;
-    row: gives the rowwise one, layout "rows"."""
+    as of a DecodeWeight, () where changes would not be seen; given: the copy that other kernels
+    would find; row: gives the rowwise one, layout "rows"."""
 
-    forms: Forms
+    forms: DecodeWeights
     key: str
     n: int
     k: int
@@ -84,7 +84,7 @@ def has_form(weight: Weight) -> bool:
     return form is not None and form.is_of(weight.made_of)
 
 
-class Ready(NamedTuple):
+class DecodeCall(NamedTuple):
     """A kernel for few rows and the weight in its form."""
 
     problem: Problem
@@ -115,7 +115,9 @@ class Ready(NamedTuple):
         return made[0]
 
 
-def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | None) -> Ready | None:
+def ready(
+    x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | None
+) -> DecodeCall | None:
     """What multiplies as many rows as x has, in a dtype, with a weight; None where nothing does.
     settings: how the rows are quantized; None: not at all.
 
@@ -133,7 +135,7 @@ def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | No
     if found is None:
         return None
     form = _form(weight, found[1], x.device)
-    return None if form is None else Ready(*found, form)
+    return None if form is None else DecodeCall(*found, form)
 
 
 def linear(
@@ -141,7 +143,7 @@ def linear(
     out_dtype: torch.dtype, tag: int = -1, offs: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """x [..., k] -> [..., n] on a kernel for few rows, without autograd; None where none takes it.
-    Arguments are those of `ready` and `Ready.run`."""
+    Arguments are those of `ready` and `DecodeCall.run`."""
     found = ready_for(x, weight, bias, settings, offs)
     return None if found is None else found.run(x, bias, out_dtype, tag, offs)
 
@@ -149,7 +151,7 @@ def linear(
 def ready_for(
     x: Tensor, weight: Weight, bias: Tensor | None, settings: Settings | None,
     offs: Tensor | None = None,
-) -> Ready | None:  # fmt: skip
+) -> DecodeCall | None:  # fmt: skip
     """As `ready`, None where autograd or a watcher wants to see the product."""
     many = settings is None or weight.given.layout.any_rows
     if not is_few(x, weight.k, weight.groups, many) or not is_unwatched(x, bias, offs):
@@ -170,7 +172,7 @@ def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand
             return None
         with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
             row = weight.given if reads else weight.row()
-            form = Form(kernel.form(row), weight.made_of)
+            form = DecodeWeight(kernel.form(row), weight.made_of)
         forms.made[weight.key] = form
         if device.type == "cuda" and not capture:  # other streams, and kernels that start early,
             torch.cuda.current_stream(device).synchronize()  # need not wait

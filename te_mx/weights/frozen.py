@@ -30,7 +30,7 @@ from te_mx.recipes.settings import Settings
 from te_mx.weights import decode, traced, weight_only
 from te_mx.weights import formats as frozen_formats
 from te_mx.weights.changes import Sources, register
-from te_mx.weights.decode import Ready
+from te_mx.weights.decode import DecodeCall
 from te_mx.weights.formats import Fixed
 from te_mx.weights.source import Prepared, WeightSource, refuse_first, tag_for
 from te_mx.weights.state_dict import save_codes
@@ -42,8 +42,8 @@ class Frozen(WeightSource):
 
     Frozen with `settings`, of which `fixed` says what stays inside of regions.
     `kept` holds the copies by key; what is missing is made again. `sources` says what they were
-    made of, `in_graphs` keeps those that a CUDA graph reads. `few_rows` has the forms of weights
-    for kernels of few rows.
+    made of, `in_graphs` keeps those that a CUDA graph reads. `decode_weights`: for few
+    rows.
     `dtypes` and `shapes` (of the weights, by key), `trained` (requires_grad of the parameters, by
     name) and `masters` (numbers of those that were dropped, by name) are what unfreezing restores.
     """
@@ -70,7 +70,7 @@ class Frozen(WeightSource):
         self.kept: dict[str, Any] = {}
         self.sources: dict[str, Sources] = {}
         self.in_graphs: list[Any] = []
-        self.few_rows = decode.Forms()
+        self.decode_weights = decode.DecodeWeights()
 
     def without_copies(self) -> Frozen:
         return type(self)(self.settings, self.fixed, self)
@@ -154,7 +154,7 @@ class Frozen(WeightSource):
 
     def _product(
         self, layer: Any, key: str, x: Tensor, settings: Settings, kept: Any
-    ) -> Ready | Traced | None:
+    ) -> DecodeCall | Traced | None:
         """What multiplies few rows of a step inside of a module, as many as x has."""
         if is_tracing():
             return traced.ready(layer, key, x, output_dtype(x), settings, multiplies=True)
@@ -166,7 +166,7 @@ class Frozen(WeightSource):
     def _ready(
         self, layer: Any, key: str, x: Tensor, dtype: torch.dtype, settings: Settings, kept: Any,
         size: Sequence[int],
-    ) -> Ready | None:  # fmt: skip
+    ) -> DecodeCall | None:  # fmt: skip
         if not self._is_few(layer, x) or not is_unwatched(x):
             return None
         given = settings if self.quantizes_inputs else None
@@ -255,9 +255,9 @@ class Frozen(WeightSource):
 
         given: Operand | Stack = kept.row
         n, k = size
-        return decode.Weight(self.few_rows, key, n, k, (kept,), given, row, groups)
+        return decode.Weight(self.decode_weights, key, n, k, (kept,), given, row, groups)
 
-    def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
+    def ready(self, layer: Any, x: Tensor, settings: Settings) -> DecodeCall | None:
         if layer._tokens is not None or is_tracing():
             return None
         size = layer.out_features, layer.in_features
@@ -286,7 +286,7 @@ class Frozen(WeightSource):
         return f", inputs {self.settings.x}" if self.fixed.x else ""
 
     def copies(self, layer: Any, key: str) -> list[Any]:
-        kept, form = self.kept.get(key), self.few_rows.made.get(key)
+        kept, form = self.kept.get(key), self.decode_weights.made.get(key)
         few = None if form is None else form.weight
         return [getattr(kept, "row", None), getattr(kept, "col", None), few]
 
@@ -415,10 +415,10 @@ class QuantizedOnly(Frozen):
         self, layer: Any, key: str, kept: Any, size: Sequence[int], groups: int = 0
     ) -> decode.Weight:
         made_of, held = decode.state(*layer._stored(key)), layer._one_copy(key)
-        forms, (n, k) = self.few_rows, size
+        forms, (n, k) = self.decode_weights, size
         return decode.Weight(forms, key, n, k, made_of, held, lambda: plain(held), groups)
 
-    def ready(self, layer: Any, x: Tensor, settings: Settings) -> Ready | None:
+    def ready(self, layer: Any, x: Tensor, settings: Settings) -> DecodeCall | None:
         if layer._tokens is not None or is_tracing():
             return None
         self.check(layer, "weight", None, (), x.device)
@@ -485,12 +485,12 @@ class AsIs(NamedTuple):
     """The product of rows that are not quantized with a weight: by a kernel for few rows where
     there is one, else of what the codes stand for."""
 
-    few: Ready | Traced | None
+    few: DecodeCall | Traced | None
     row: Operand
 
     @property
     def as_is(self) -> bool:
-        """As of Ready."""
+        """As of DecodeCall."""
         return True
 
     def target(self, device: torch.device) -> None:

@@ -60,7 +60,7 @@ from te_mx.weights.formats import NOTHING, Fixed
 
 class Prepared(NamedTuple):
     """A weight for one call: the settings of its steps, what was quantized before, and the product
-    of few rows (weights/decode.py: Ready, and what answers as it), each None where there is
+    of few rows (weights/decode.py: DecodeCall, and what answers as it), each None where there is
     none."""
 
     settings: Settings
@@ -218,8 +218,8 @@ class WeightSource:
 
     def ready(self, layer: Any, x: Tensor, settings: Settings) -> Any:
         """What multiplies as many rows as x has, in its dtype and quantized, with the weight of a
-        te_mx.Linear (weights/decode.py: Ready); None where nothing does, or where the layer has
-        something to say first."""
+        te_mx.Linear (weights/decode.py: DecodeCall); None where nothing does, or where the layer
+        has something to say first."""
         return None
 
     # ----------------------------------------------------------------------------- beside a forward

@@ -61,8 +61,8 @@ MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
 
 # ------------------------------------------------------------------------------------ while tracing
 class Traced(NamedTuple):
-    """What few_rows.Ready is in eager code: the product of few rows and a weight of a module; or of
-    any number of rows, where a graph has more numbers than that. most: of rows that are few."""
+    """What a DecodeCall is in eager code: the product of few rows and a weight of a module; or
+    of any number of rows, where a graph has more numbers than that. most: of rows that are few."""
 
     module: Any
     key: str
@@ -72,7 +72,7 @@ class Traced(NamedTuple):
 
     @property
     def as_is(self) -> bool:
-        """As of Ready: AsIs stands around one of which the rows are not quantized."""
+        """As of DecodeCall: AsIs stands around one of which the rows are not quantized."""
         return False
 
     def together(self, other: Traced) -> tuple[Traced, Traced]:

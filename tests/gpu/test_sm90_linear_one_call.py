@@ -119,7 +119,7 @@ def form_of(of):
         "scale_type": 1, "block_rows": 1, "block_k": 128,
         "w_scale_type": 1, "w_block_rows": 128, "w_block_k": 128,
     }  # fmt: skip
-    return linear_calls.Form(element, element, SCALE_RULES[rule], 8, **wide)
+    return linear_calls.LinearFormats(element, element, SCALE_RULES[rule], 8, **wide)
 
 
 @of_each

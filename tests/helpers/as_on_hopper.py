@@ -20,7 +20,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import linear as cpu_linear
 from te_mx.backends.sm90 import binding, gemm
 from te_mx.backends.sm90 import grouped as sm90_grouped
-from te_mx.dispatch import forms, problem, registry
+from te_mx.dispatch import operand_layouts, problem, registry
 from te_mx.dispatch.problem import Place
 from te_mx.runtime import kernel_log
 
@@ -56,9 +56,11 @@ def hoppers_forms() -> Iterator[None]:
     """Modules ask for operands as they do on Hopper. The reference runs them, and says so: tests
     ignore its te_mx.FallbackWarning."""
     with _anew() as patch:
-        layouts = forms.wanted_layouts
+        layouts = operand_layouts.wanted_layouts
         patch.setattr(binding, "_problems", {HOPPER.index: None})
-        patch.setattr(forms, "wanted_layouts", lambda device, *rest: layouts(HOPPER, *rest))
+        patch.setattr(
+            operand_layouts, "wanted_layouts", lambda device, *rest: layouts(HOPPER, *rest)
+        )
         # Which asks for no forms.
         patch.setattr(cpu_linear.Small, "accepts", lambda self, problem: "stands aside")
         yield

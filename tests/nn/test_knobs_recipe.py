@@ -307,7 +307,7 @@ def test_packed_operands_do_not_replace_the_rowwise_codes(monkeypatch):
     layer, x, grad = te_mx.Linear(70, 33), torch.randn(20, 70), torch.randn(20, 33)
     expected = run(layer, x, grad, DEQUANTIZED)
     derived = by_hand(layer, x, grad, ONE_COPY)[0]
-    form = ops.Forms("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
+    form = ops.OperandLayouts("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
     monkeypatch.setattr(linear_recipe, "roles", lambda *_: linear_recipe.Roles(form, form, form))
     for first in (None, True, False):
         got = run(layer, x, grad, DEQUANTIZED, is_first_microbatch=first)

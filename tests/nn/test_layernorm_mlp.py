@@ -285,7 +285,7 @@ def test_as_on_hopper(monkeypatch):
     m = mlp(64, 96, activation="swiglu")
     x, g = torch.randn(40, 64, dtype=BF16), torch.randn(40, 64, dtype=BF16)
     plain = gradients(m, x, mxfp8(m), g)
-    form = ops.Forms("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
+    form = ops.OperandLayouts("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
     monkeypatch.setattr(linear_recipe, "roles", lambda *_: linear_recipe.Roles(form, form, form))
     packed = gradients(m, x, mxfp8(m), g)
     for name, value in plain[1].items():

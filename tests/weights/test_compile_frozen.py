@@ -320,14 +320,16 @@ def test_a_capture_keeps_nothing_that_it_made(monkeypatch):
     for place in places:
         monkeypatch.setattr(place, lambda device: True)
     captured = compiled(x)
-    assert calls() == [] and not module._source.few_rows.made
+    assert calls() == [] and not module._source.decode_weights.made
     for place in places:
         monkeypatch.setattr(place, lambda device: False)
     expected = compiled(x)
     for place in places:
         monkeypatch.setattr(place, lambda device: True)
     assert same(compiled(x), expected) and len(calls()) == 2
-    assert module._source.few_rows.in_graphs == [module._source.few_rows.made["weight"].weight]
+    assert module._source.decode_weights.in_graphs == [
+        module._source.decode_weights.made["weight"].weight
+    ]
     torch.testing.assert_close(captured, expected, rtol=0.02, atol=0.02)
 
 

@@ -13,7 +13,7 @@ from te_mx.backends.base import FLOAT_DTYPES, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.binding import why_not, why_not_level
 from te_mx.backends.cpu.gemm import PANELS
-from te_mx.backends.linear_calls import Calls, Formats, Shape, Specs, form_of
+from te_mx.backends.linear_calls import Calls, Formats, Shape, Specs, linear_formats
 from te_mx.backends.native import words_of
 from te_mx.dispatch.linear import Dtypes, InferKernel, LinearKernel, LinearProblem
 from te_mx.dispatch.problem import Problem
@@ -54,7 +54,7 @@ class Small(LinearKernel):
     def calls(self, shape: Shape, formats: Formats, rule: str, spread: int, *how: Any) -> CpuCalls:
         x, w, _ = formats
         specs = Specs(f"{x}@rows", f"{x}@cols", f"{w}@rows", f"{w}@cols")
-        form = form_of(formats, rule, spread, binding.KERNEL_IDS[self.name])
+        form = linear_formats(formats, rule, spread, binding.KERNEL_IDS[self.name])
         return CpuCalls(binding.native(), shape, form, specs, *how)
 
 

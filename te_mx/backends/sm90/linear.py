@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.linear_calls import ALIGNMENT, Calls, Shape, Specs, form_of
+from te_mx.backends.linear_calls import ALIGNMENT, Calls, Shape, Specs, linear_formats
 from te_mx.backends.native import MX
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.backends.sm90 import blockwise
@@ -72,7 +72,7 @@ def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     columns = tiles if split_rule(s.scale_rule)[0] != "fp32" else SM90_FACTORS.name
     w = f"{s.w}@{rows}"
     specs = Specs(f"{s.x}@{rows}", f"{s.x}@{columns}", w, w)
-    form = form_of((s.x, s.w, s.g), s.scale_rule, s.spread)
+    form = linear_formats((s.x, s.w, s.g), s.scale_rule, s.spread)
     return Sm90Calls(kernel, Shape(*p[:6]), form, specs, *p[7:])
 
 

@@ -153,7 +153,7 @@ def test_copies_and_state_dicts_know_nothing_of_the_form():
     assert set(layer.state_dict()) == names
     other = copy.deepcopy(layer)
     assert torch.equal(run(other, x), y)
-    assert other._source.few_rows is not layer._source.few_rows
+    assert other._source.decode_weights is not layer._source.decode_weights
 
 
 def test_a_capture_makes_no_form(monkeypatch):
@@ -167,7 +167,9 @@ def test_a_capture_makes_no_form(monkeypatch):
     monkeypatch.setattr(capturing, lambda device: True)
     run(layer, x)
     assert len(fake_sm90_decode.CALLS) == 2
-    assert layer._source.few_rows.in_graphs == [layer._source.few_rows.made["weight"].weight]
+    assert layer._source.decode_weights.in_graphs == [
+        layer._source.decode_weights.made["weight"].weight
+    ]
 
 
 def test_scales_that_fp32_sums_do_not_hold_run_elsewhere():

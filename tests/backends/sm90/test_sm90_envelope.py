@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_mx.backends.sm90 import binding
-from te_mx.dispatch import forms, registry
+from te_mx.dispatch import operand_layouts, registry
 from te_mx.dispatch.problem import Place, Problem
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
@@ -56,13 +56,16 @@ def test_the_table_of_kernels_on_hopper():
         for sizes, want in (((8, 8, 8), name), ((0, 8, 8), "zero_size")):
             picked = registry.pick("gemm", device, *sides, sizes, precision=precision)
             assert picked.name == want
-    found = forms.forms(device, E5M2, E4M3, "adaptive", 5)
+    found = operand_layouts.operand_layouts(device, E5M2, E4M3, "adaptive", 5)
     assert found == (f"{E5M2}@sm90:5", f"{E5M2}@sm90:5")
-    assert forms.forms(device, E4M3, E5M2, "adaptive", 5, right=True) == (
+    assert operand_layouts.operand_layouts(device, E4M3, E5M2, "adaptive", 5, right=True) == (
         f"{E4M3}@sm90:5", f"{E4M3}@sm90:5",
     )  # fmt: skip
-    assert forms.forms(device, E5M2, E4M3, "exact", 5) == (f"{E5M2}@rows", f"{E5M2}@rows")
-    tokens = forms.forms(device, E5M2, E4M3, "adaptive", 5, "gemm_rows")
+    assert operand_layouts.operand_layouts(device, E5M2, E4M3, "exact", 5) == (
+        f"{E5M2}@rows",
+        f"{E5M2}@rows",
+    )
+    tokens = operand_layouts.operand_layouts(device, E5M2, E4M3, "adaptive", 5, "gemm_rows")
     assert tokens == (f"{E5M2}@sm90_rows:5", f"{E5M2}@sm90_k:5")
 
 
@@ -89,7 +92,9 @@ def test_e5m2_on_the_right_is_multiplied_exactly(lhs):
         problem = gemm_problem()._replace(op=op, lhs=specs[0], rhs=specs[1])
         assert wanted in dict(registry.choose(problem)[1])["sm90"]
     for fmt, other in ((lhs, E5M2), (E5M2, lhs)):
-        found = forms.forms(as_on_hopper.HOPPER, fmt, other, "adaptive", 8, right=fmt is E5M2)
+        found = operand_layouts.operand_layouts(
+            as_on_hopper.HOPPER, fmt, other, "adaptive", 8, right=fmt is E5M2
+        )
         assert {one.partition("@")[2] for one in found} <= {"rows", "cols"}
 
 

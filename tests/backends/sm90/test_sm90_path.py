@@ -13,7 +13,7 @@ from te_mx import _ops as ops
 from te_mx._ops import Epilogue
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
-from te_mx.dispatch import forms, registry
+from te_mx.dispatch import operand_layouts, registry
 from te_mx.dispatch.problem import Place, Problem
 from te_mx.runtime.kernel_log import LAST_RUN
 
@@ -198,7 +198,7 @@ def test_other_gpus_are_named(monkeypatch):
 
     def wanted(precision):
         registry.forget()
-        return forms.forms(cuda, E4M3, E4M3, precision, 5)
+        return operand_layouts.operand_layouts(cuda, E4M3, E4M3, precision, 5)
 
     assert wanted("adaptive") == (f"{E4M3}@sm90:5", f"{E4M3}@sm90:5")
     assert wanted("exact") == (f"{E4M3}@rows", f"{E4M3}@rows")

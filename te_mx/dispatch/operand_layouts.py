@@ -13,7 +13,7 @@ from te_mx.dispatch.registry import pick_problem
 from te_mx.runtime import compiled
 
 
-class Forms(NamedTuple):
+class OperandLayouts(NamedTuple):
     """Specs of rowwise and columnwise copies: of a matrix, and of the tokens of several groups."""
 
     row: str
@@ -37,26 +37,28 @@ def wanted_layouts(
     return " ".join(pick_problem(problem).wants(problem))
 
 
-def forms(
+def operand_layouts(
     device: torch.device, fmt: str, other: str, precision: str, spread: int, op: str = "gemm",
     rule: str = "rceil", right: bool = False,
-) -> Forms:  # fmt: skip
+) -> OperandLayouts:  # fmt: skip
     """Specs for the operands of format `fmt`, with scales by a rule, in products with those of
     format `other`: as left operands, or as right ones. Rules that a device's quantizer does not
     know get layouts that all write."""
     sides = (other, fmt) if right else (fmt, other)
     asked = device, op, *sides, precision, spread, rule
     if torch.compiler.is_compiling():
-        return _forms(fmt, compiled.wanted_layouts(*asked), right)
+        return _operand_layouts(fmt, compiled.wanted_layouts(*asked), right)
     key = *asked, right
     found = derived().get(key)
     if found is None:
-        found = _forms(fmt, wanted_layouts(*asked), right)
+        found = _operand_layouts(fmt, wanted_layouts(*asked), right)
         if device.type != "cuda" or device.index is not None:
             derive(key, found)
     return found
 
 
-def _forms(fmt: str, layouts: str, right: bool) -> Forms:
+def _operand_layouts(fmt: str, layouts: str, right: bool) -> OperandLayouts:
     row, col, right_col, right_row = layouts.split(" ")
-    return Forms(f"{fmt}@{(right and right_row) or row}", f"{fmt}@{(right and right_col) or col}")
+    return OperandLayouts(
+        f"{fmt}@{(right and right_row) or row}", f"{fmt}@{(right and right_col) or col}"
+    )
