@@ -29,7 +29,7 @@ def derive(key: Any, made: Any) -> Any:
     return made
 
 
-class Wants(NamedTuple):
+class PreferredLayouts(NamedTuple):
     """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones;
     right_col, right_row: of right operands, if not so. Backward may have to wait for the former."""
 
@@ -70,9 +70,9 @@ class Kernel:
             reason = "may give a row other bits beside other rows; this asks for 'invariant'"
         return reason
 
-    def wants(self, problem: Problem) -> Wants:
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
         """The layouts that the operands of the problem should lie in, so that nothing is copied."""
-        return Wants()
+        return PreferredLayouts()
 
     def sized(self, problem: Problem) -> bool:
         """Whether `accepts` looks at sizes that `pick` does not keep apart otherwise: the answer is

@@ -34,7 +34,7 @@ def wanted_layouts(
         op, place_of(device), f"{lhs}@any", f"{rhs}@any", many, many, many, 0, precision,
         spread=spread, rule=rule,
     )  # fmt: skip
-    return " ".join(pick_problem(problem).wants(problem))
+    return " ".join(pick_problem(problem).preferred_layouts(problem))
 
 
 def operand_layouts(

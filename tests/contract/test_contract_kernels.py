@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_calls import CASES, ELSEWHERE, INTERPRETED, reference
 
 from te_mx.dispatch.explain import explain_problem
-from te_mx.dispatch.kernels import Wants, kernels, ops
+from te_mx.dispatch.kernels import PreferredLayouts, kernels, ops
 from te_mx.dispatch.registry import choose, pick_problem
 from te_mx.layouts import get
 from te_mx.runtime import workspace
@@ -77,8 +77,12 @@ def test_reasons_wants_and_explanations(op, device, data):
         reason = kernel.accepts(problem)
         assert reason is None or (reason and reason[0].islower() and not reason.endswith("."))
         if reason is None:
-            wants = kernel.wants(problem)
-            assert isinstance(wants, Wants) and get(wants.row) and get(wants.col)
+            preferred_layouts = kernel.preferred_layouts(problem)
+            assert (
+                isinstance(preferred_layouts, PreferredLayouts)
+                and get(preferred_layouts.row)
+                and get(preferred_layouts.col)
+            )
             assert kernel.parts(problem) >= 1 and isinstance(kernel.note(problem), str)
     if op not in OPTIONAL:
         chosen, declined = choose(problem)

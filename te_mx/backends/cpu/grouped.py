@@ -29,7 +29,7 @@ from te_mx.dispatch.calls import (
     StackedParts,
 )
 from te_mx.dispatch.groups import Bounds, host_bounds
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.kernels import Kernel, PreferredLayouts
 from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -224,8 +224,8 @@ class CpuGemmRows(Kernel):
     def note(self, problem: Problem) -> str:
         return "one parallel region for all groups"
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "grouped_cols")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "grouped_cols")
 
     def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
         return stack._replace(packed=pack(stack.checked("rhs"), few_and_many()[0]))

@@ -32,7 +32,7 @@ from te_mx.dispatch.groups import (
     known_to_host,
     scale_rows,
 )
-from te_mx.dispatch.kernels import Wants
+from te_mx.dispatch.kernels import PreferredLayouts
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.formats.nvfp4 import TensorScaledFormat
@@ -361,8 +361,8 @@ class Names:
 class GemmRowsReference(Reference):
     op = "gemm_rows"
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "grouped_cols")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "grouped_cols")
 
     def run(self, p: GroupedRows) -> str:
         bounds = _bounds(p.groups, p.lhs.rows)

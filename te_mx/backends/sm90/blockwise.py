@@ -18,7 +18,7 @@ from te_mx.backends.sm90.gemm import Products
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
 from te_mx.backends.sm90.quantize import HopperDequantize, Quantizer
 from te_mx.dispatch import run
-from te_mx.dispatch.kernels import Kernel, Plan, Wants
+from te_mx.dispatch.kernels import Kernel, Plan, PreferredLayouts
 from te_mx.dispatch.problem import INVARIANT, Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats import Format
@@ -121,8 +121,8 @@ class Blockwise(Kernel):
             reason = "multiplies aligned tiles by scales of 128 rows, which 'invariant' forbids"
         return reason
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))
 
     def note(self, problem: Problem) -> str:
         return (

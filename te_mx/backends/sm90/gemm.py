@@ -20,7 +20,7 @@ from te_mx.backends.sm90.layouts.tiles import BY_ROWS, FP4_SPREAD, packed_values
 from te_mx.backends.sm90.quantize import Dequantizer
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Product, Ran
-from te_mx.dispatch.kernels import Kernel, Plan, Wants
+from te_mx.dispatch.kernels import Kernel, Plan, PreferredLayouts
 from te_mx.dispatch.problem import INVARIANT, Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -271,9 +271,9 @@ class Adaptive(Kernel):
         reason = why_not(as_multiplied(problem), *layouts)
         return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
-    def wants(self, problem: Problem) -> Wants:
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
         layout = f"sm90:{problem.spread}"
-        return Wants(layout, layout)
+        return PreferredLayouts(layout, layout)
 
     def note(self, problem: Problem) -> str:
         sides = [spec_of(spec).format.untransformed.name for spec in (problem.lhs, problem.rhs)]
@@ -311,7 +311,7 @@ class Adaptive(Kernel):
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         if not operand.layout.exact:
             return operand
-        return run.convert(operand, f"{operand.format.name}@{self.wants(problem).row}")
+        return run.convert(operand, f"{operand.format.name}@{self.preferred_layouts(problem).row}")
 
     def make_plan(self, problem: Problem) -> Plan:
         way = way_of(self.configuration)
@@ -342,9 +342,11 @@ class Invariant(Adaptive):
             reason = "aligns the rows of x in E4M3 and MXFP4, not in E5M2"
         return reason or why_not_second(problem.rhs)
 
-    def wants(self, problem: Problem) -> Wants:
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
         plain = spec_of(problem.lhs).format.name != frozen.FORMAT
-        return Wants() if plain else Wants(f"sm90:{BY_ROWS}", right_row="rows")
+        return (
+            PreferredLayouts() if plain else PreferredLayouts(f"sm90:{BY_ROWS}", right_row="rows")
+        )
 
     def note(self, problem: Problem) -> str:
         return "scales of x are aligned in each row's 128 of k; docs/invariance.md has the error"
@@ -473,8 +475,8 @@ class Exact(Kernel):
             reason = f"is for precision 'exact', this asks for {problem.precision!r}"
         return reason
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "rows")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "rows")
 
     def prepares(self, m: int, n: int, k: int) -> bool:
         return False

@@ -72,7 +72,7 @@ from te_mx.dispatch.calls import (
 )
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.groups import host_bounds, known_to_host
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.kernels import Kernel, PreferredLayouts
 from te_mx.dispatch.problem import INVARIANT, MOST, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -383,8 +383,8 @@ class HopperGemmRows(Kernel):
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants(f"sm90_rows:{problem.spread}", f"sm90_k:{problem.spread}")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts(f"sm90_rows:{problem.spread}", f"sm90_k:{problem.spread}")
 
     def run(self, p: GroupedRows) -> str:
         (offs, capacity), rhs, rows = p.groups, p.rhs, p.lhs.rows
@@ -421,8 +421,8 @@ class InvariantGemmRows(HopperGemmRows):
             reason = f"takes {FORMAT}, not {lhs.format.name} times {rhs.format.name}"
         return reason
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants(f"sm90_rows:{BY_ROWS}", right_row="rows")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts(f"sm90_rows:{BY_ROWS}", right_row="rows")
 
     def run(self, p: GroupedRows) -> str:
         if is_plain(p.rhs.spec) and lies_in_tiles(p.rhs.spec, p.rhs.k):
@@ -641,8 +641,10 @@ class BlockwiseGemmRows(HopperGemmRows):
         reason = why_not_each(problem, (ROWS,), (LAYOUT, ALIGNED, "rows", "cols"), FORMATS)
         return reason or not_adaptive(problem, INVARIANT) or why_not_sides(problem)
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants(ROWS, columns_for(problem, COLUMNS, f"{ALIGNED_COLUMNS}:{problem.spread}"))
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts(
+            ROWS, columns_for(problem, COLUMNS, f"{ALIGNED_COLUMNS}:{problem.spread}")
+        )
 
     def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
         return _factors_of(stack)

@@ -32,7 +32,7 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Quantize, Ran
 from te_mx.dispatch.calls import Product as Multiply
 from te_mx.dispatch.fused import ACT_IDS, Target
-from te_mx.dispatch.kernels import Kernel, Plan, Wants
+from te_mx.dispatch.kernels import Kernel, Plan, PreferredLayouts
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import FROZEN_ROWS, MOST, Problem
 from te_mx.dispatch.registry import register
@@ -429,11 +429,11 @@ class Gemm(Kernel):
             reason = "multiplies formats with a tensor scale, and what is beside them"
         return reason
 
-    def wants(self, problem: Problem) -> Wants:
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
         if not all(spec_of(spec).format.tensor_scaled for spec in (problem.lhs, problem.rhs)):
-            return Wants()  # which MX formats have, too
+            return PreferredLayouts()  # which MX formats have, too
         # Columns of inputs wait for backward, as codes. Those of weights have square blocks.
-        return Wants(_VALUES[0], _VALUES[1], "" if _tall(problem.rhs) else "rows")
+        return PreferredLayouts(_VALUES[0], _VALUES[1], "" if _tall(problem.rhs) else "rows")
 
     def prepares(self, m: int, n: int, k: int) -> bool:
         return False

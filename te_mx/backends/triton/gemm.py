@@ -14,7 +14,7 @@ from te_mx.backends.base import why_not_dtype
 from te_mx.backends.triton import binding, tiles
 from te_mx.backends.triton.binding import NAME, RANK, cdiv
 from te_mx.dispatch.calls import Product, Ran
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.kernels import Kernel, PreferredLayouts
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -126,8 +126,8 @@ class TritonGemm(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         return why_not_pair(problem)
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "rows")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "rows")
 
     def parts(self, problem: Problem) -> int:
         mx = spec_of(problem.lhs).format.scaling.scale != "fp32"

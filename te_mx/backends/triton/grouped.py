@@ -18,7 +18,7 @@ from te_mx.backends.triton.gemm import GROUP, wholes
 from te_mx.backends.triton.quantize import launch, rows_of
 from te_mx.dispatch.calls import ActGroups, GroupedK, GroupedRows, Quantize, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, scale_rows
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.kernels import Kernel, PreferredLayouts
 from te_mx.dispatch.moe import Align, RoutedGemm, capacity
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
@@ -44,8 +44,8 @@ class TritonGemmRows(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         return gemm.why_not_pair(problem) or _why_not_ends(problem)
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "grouped_cols")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "grouped_cols")
 
     def run(self, p: GroupedRows) -> str:
         rows, n = p.out.shape
@@ -71,8 +71,8 @@ class TritonGemmK(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         return gemm.why_not_pair(problem, "grouped_cols") or _why_not_ends(problem)
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "grouped_cols")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "grouped_cols")
 
     def run(self, p: GroupedK) -> str:
         groups, m, n = p.out.shape

@@ -15,7 +15,7 @@ from te_mx.backends.reference import gemm
 from te_mx.backends.vendor.layouts import SWIZZLED, of_groups, of_k, of_rows, of_squares, of_stack
 from te_mx.dispatch.calls import Epilogue, GroupedK, GroupedRows, Product, Ran
 from te_mx.dispatch.groups import BLOCK, device_bounds, inside_groups, scale_rows
-from te_mx.dispatch.kernels import Kernel, Wants, kernels
+from te_mx.dispatch.kernels import Kernel, PreferredLayouts, kernels
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -126,8 +126,8 @@ class ScaledMM(Kernel):
     def sized(self, problem: Problem) -> bool:
         return True
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "rows")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "rows")
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         """With its scales swizzled, once."""
@@ -229,8 +229,8 @@ class ScaledGroupedMM(Kernel):
     def sized(self, problem: Problem) -> bool:
         return True
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "grouped_cols")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "grouped_cols")
 
     def make_plan(self, problem: Problem) -> Any:
         rest = behind(self, problem)  # torch adds no bias
@@ -274,8 +274,8 @@ class ScaledGroupedK(Kernel):
     def sized(self, problem: Problem) -> bool:
         return True
 
-    def wants(self, problem: Problem) -> Wants:
-        return Wants("rows", "grouped_cols")
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return PreferredLayouts("rows", "grouped_cols")
 
     def make_plan(self, problem: Problem) -> Any:
         rest = behind(self, problem)  # torch adds to nothing
