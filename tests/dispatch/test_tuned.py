@@ -255,7 +255,7 @@ def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
     assert tiles == ("tile 192x128", "tile 256x128", "tile 128x128", "tile 64x128")
     cut = adaptive.configurations(problem._replace(split_k=True))
     assert cut == (*tiles, "parts 2", "parts 3", "parts 4")  # 512 are four steps of k
-    assert sm90.way_of("tile 64x128") == (3, True, 1)
+    assert sm90.tile_config("tile 64x128") == (3, True, 1)
 
     calls = []
     monkeypatch.setattr(sm90, "parts", lambda *sizes: 7)

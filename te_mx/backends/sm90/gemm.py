@@ -61,7 +61,7 @@ def multiprocessors(index: int) -> int:
 # The ways of the adaptive GEMM of Hopper that a table may choose between: the blocks of D that it
 # computes ("tile 64x128"), or the parts that it cuts K into ("parts 4"). Without a table both
 # follow cost models (csrc/sm90/gemm/gemm_choice.cpp).
-class Way(NamedTuple):
+class TileConfig(NamedTuple):
     """tile: a configuration of the native GEMM, -1 where it chooses. full: it has GELU, aux and
     bias gradients too. parts: of K, 0 where the cost model chooses."""
 
@@ -71,14 +71,14 @@ class Way(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _tiles() -> dict[str, Way]:
+def _tiles() -> dict[str, TileConfig]:
     native = cpu.native()
     if native is None:
         return {}
     found = native.sm90_gemm_tiles()
     names = (tile["name"].partition(",")[0] for tile in found)
     return {
-        f"tile {name}": Way(i, bool(tile["full"]), 1)
+        f"tile {name}": TileConfig(i, bool(tile["full"]), 1)
         for i, (name, tile) in enumerate(zip(names, found, strict=True))
     }
 
@@ -93,12 +93,12 @@ def configurations(k: int, split_k: bool) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
-def way_of(configuration: str) -> Way:
+def tile_config(configuration: str) -> TileConfig:
     """What a configuration says; "" leaves everything to the cost models."""
     if not configuration:
-        return Way()
+        return TileConfig()
     word, _, number = configuration.partition(" ")
-    return Way(parts=int(number)) if word == "parts" else _tiles()[configuration]
+    return TileConfig(parts=int(number)) if word == "parts" else _tiles()[configuration]
 
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
@@ -298,7 +298,7 @@ class Adaptive(Kernel):
         return self._parts(problem.place.index, problem.m, problem.n, problem.k)
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
-        return way_of(self.configuration).parts or parts(index, m, n, k)
+        return tile_config(self.configuration).parts or parts(index, m, n, k)
 
     def sums(self, problem: Problem) -> str:
         # Not of the blocks of D. Of m: rows of a tile share exponents.
@@ -314,9 +314,9 @@ class Adaptive(Kernel):
         return run.convert(operand, f"{operand.format.name}@{self.preferred_layouts(problem).row}")
 
     def make_plan(self, problem: Problem) -> Plan:
-        way = way_of(self.configuration)
+        config = tile_config(self.configuration)
         parts = self.parts(problem) if problem.split_k else 1
-        return Products(ADAPTIVE, problem, parts, way.tile, way.full)
+        return Products(ADAPTIVE, problem, parts, config.tile, config.full)
 
 
 class Invariant(Adaptive):
