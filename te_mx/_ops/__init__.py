@@ -30,7 +30,7 @@ from te_mx.runtime.streams import Made, capturing
 __all__ = [
     "FLOAT_DTYPES", "Epilogue", "GemmParts", "Made", "Mode", "Operand", "OperandLayouts",
     "Quantize", "Quantized", "Stack", "Target", "capturing", "convert_2d", "dequantize_2d",
-    "dequantize_joined_2d", "for_any_rows", "forms", "gemm_2d", "held_as", "kept_form", "plain",
-    "quantize_2d", "quantize_joined_2d", "quantize_two_2d", "quantized", "restored_2d", "rows_2d",
-    "rows_call", "settled", "standing_form", "turned", "worth_packing",
+    "dequantize_joined_2d", "for_any_rows", "gemm_2d", "held_as", "kept_form", "operand_layouts",
+    "plain", "quantize_2d", "quantize_joined_2d", "quantize_two_2d", "quantized", "restored_2d",
+    "rows_2d", "rows_call", "settled", "standing_form", "turned", "worth_packing",
 ]  # fmt: skip
