@@ -6,8 +6,9 @@
 // It follows from n, k, the format (`kind`) and the multiprocessors of the GPU, so that a row has
 // the same bits whatever stands beside it. Rows are read where blocks of D alone do not fill the
 // GPU: of `factors`, of `tiles` and `codes`, of which callers say whether K may be cut at all
-// (split_k), and of `nvfp4` above 64 rows. By n and k alone 110 sizes of `tiles` of 1 to 1,024 rows took 5 % longer,
-// up to 2.2 times, and 21 of `nvfp4` 35 %, up to 1.8 times (NVIDIA H200, 2026-11-29).
+// (split_k), and of `nvfp4` above 64 rows. By n and k alone 110 sizes of `tiles` of 1 to 1,024 rows
+// took 5 % longer, up to 2.2 times, and 21 of `nvfp4` 35 %, up to 1.8 times (NVIDIA H200,
+// 2026-11-29).
 #pragma once
 
 #include <cstdint>
