@@ -6,7 +6,7 @@ void bind_types(py::module_& m) {
   using py::arg;
   // Names of enumerators, as the records take their numbers.
   m.attr("LAYOUTS") = py::dict(arg("k_last") = 0, arg("k_first") = 1, arg("tiles") = 2,
-                               arg("group_rows") = 3, arg("group_k") = 4);
+                               arg("group_rows") = 3, arg("group_k") = 4, arg("standing") = 7);
   m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1, arg("e4m3") = 2);
   m.attr("SCALE_RULES") = py::dict(
       arg("rceil") = 0, arg("floor") = 1, arg("even") = 2, arg("fp32") = 3, arg("pow2") = 4,

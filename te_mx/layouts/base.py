@@ -58,6 +58,7 @@ class Layout:
     class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one
     # Bytes, a power of two: where not 1, rows of codes start at multiples of it, as the first does.
     pitch = 1
+    row_block = 1  # rows are filled up to a multiple of it, which `unpack` and `values` give back
 
     def takes(self, fmt: Format) -> bool:
         """Whether matrices of a format can lie so."""

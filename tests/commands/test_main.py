@@ -359,22 +359,15 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
     assert problem.op == "gemm" and problem.place == Place("cuda", 0)
     tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
     parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
-    # Weights of 4 bits lie by rows, which one kernel reads as they are.
-    codes, as_they_lie = (["sm90_codes"], [(-1, 1)]) if w == "mxfp4" else ([], [])
-    assert [one.name for one in found] == [*codes, "sm90_adaptive", *tiles, *parts]
+    # Weights of 4 bits are unpacked to tiles before.
+    assert [one.name for one in found] == ["sm90_adaptive", *tiles, *parts]
     usual = num_splits("tiles", 4, 64, 512, as_on_hopper.MULTIPROCESSORS)
     # Blocks of D of any size have the same bits; in calls that cut k, tiles would leave it whole.
-    assert usual == 1 and [one.name for one in same] == [
-        *codes, "sm90_adaptive", *tiles
-    ]  # fmt: skip
-    kind = "codes" if w == "mxfp4" else "tiles"
-    cut = num_splits(kind, 4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
+    assert usual == 1 and [one.name for one in same] == ["sm90_adaptive", *tiles]
+    cut = num_splits("tiles", 4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
     assert cut > 1
-    assert [one.name for one in long] == [
-        *(codes or ["sm90_adaptive"]), f"sm90_adaptive, parts {cut}"
-    ]  # fmt: skip
+    assert [one.name for one in long] == ["sm90_adaptive", f"sm90_adaptive, parts {cut}"]
     assert asked == [
-        *as_they_lie,
         (-1, usual),
         (0, 1),
         (1, 1),

@@ -49,10 +49,11 @@ def test_packed_parts_have_their_shapes_and_give_bytes_back_or_the_layout_says_n
     assert [(t.shape, t.dtype) for t in room] == [(t.shape, t.dtype) for t in made]
     values = spec.layout.values(spec.format, *made, k, torch.float32)
     exact = spec.format.dequantize(*plain, k, torch.float32)
-    assert values.shape == (rows, k)
+    assert values.shape == (rows + -rows % spec.layout.row_block, k)
+    values = values[:rows]
     if spec.layout.exact:
         back = spec.layout.unpack(spec.format, *made, k)
-        assert torch.equal(back[0], plain[0]) and torch.equal(back[1], plain[1])
+        assert all(torch.equal(b[: len(p)], p) for b, p in zip(back, plain, strict=True))
         assert torch.equal(values, exact)
     else:  # scales were aligned: an element moves by a part of the largest of its block
         largest = exact.abs().amax() if exact.numel() else torch.tensor(0.0)
@@ -66,7 +67,7 @@ def test_an_operand_is_checked_by_its_layout(spec, rows, k):
     operand = operand_of(spec, made, rows, k)
     assert operand.checked("side").rows == rows
     for wrong in (
-        operand._replace(rows=rows + 1),
+        operand._replace(rows=rows + spec.layout.row_block),
         operand._replace(k=k + 129),
         operand._replace(codes=made[0].to(torch.int16)),
         operand._replace(scales=made[1].to(torch.int16)),

@@ -11,7 +11,6 @@ from te_mx import formats
 from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
 from te_mx.formats.hadamard import Hadamard
 from te_mx.formats.stochastic import random_bits
-from te_mx.layouts.operand import Operand
 from te_mx.layouts.plain import COLS, ROWS
 
 
@@ -34,8 +33,8 @@ class Nvfp4QuantizeArgs(_Record):
 
 
 class Nvfp4Args(_Record):
-    gate = ldgate = bias = workspace_bytes = 0
-    groups, quantizes, activates, x_act = None, False, False, 3
+    gate = ldgate = bias = workspace_bytes = factors = 0
+    groups, quantizes, activates, x_act, mx = None, False, False, 3, False
 
 
 class Nvfp4FinishArgs(_Record):
@@ -163,6 +162,11 @@ def nvfp4_product(a) -> int:
 def nvfp4_to_values(a) -> int:
     from fake_sm90 import _DTYPES, at
 
+    if a.factors:  # what products are multiplied by, and what of D stays
+        at(a.factors, (2,), torch.float32).copy_(
+            torch.stack([at(a.scale, (), torch.float32), torch.zeros(())])
+        )
+        a = a.copy(scale=0)
     at(a.out, (a.n, a.k), _DTYPES[a.out_dtype]).copy_(_values(a, 1, 0))
     return 0
 
@@ -171,10 +175,12 @@ def _values(a, count, i) -> torch.Tensor:
     """What weight i of so many stands for."""
     from fake_sm90 import at
 
-    assert a.mx
-    fmt = formats.get("mxfp4")
+    fmt = formats.get("mxfp4" if a.mx else "nvfp4")
     codes, scales = (
         at(place, (count, *shape))[i]
         for place, shape in zip((a.w, a.w_scales), SM90_NVFP4.shapes(fmt, a.n, a.k), strict=True)
     )
-    return Operand(codes, scales, "mxfp4@sm90_nvfp4", a.n, a.k).values(torch.float64)
+    values = SM90_NVFP4.values(fmt, codes, scales, a.k, torch.float64)[: a.n]
+    if a.mx or not a.scale:
+        return values
+    return values * at(a.scale, (a.n, 1) if a.scale_rows else (1,), torch.float32)

@@ -133,7 +133,7 @@ def test_hopper_aligns_powers_of_two_in_rows():
     )
     assert sm90.quantize(args.copy(rule=SCALE_RULES["fp32"])) == BAD_ARGUMENT
     assert sm90.quantize(args.copy(block_rows=128)) == BAD_ARGUMENT
-    assert sm90.quantize(args.copy(spread=9)) == BAD_ARGUMENT
+    assert sm90.quantize(args.copy(spread=10)) == BAD_ARGUMENT
     assert sm90.quantize(args.copy(col_layout=ALIGNED["sm90_k"])) == UNSUPPORTED
 
 

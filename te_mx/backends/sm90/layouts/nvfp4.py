@@ -31,7 +31,7 @@ class SM90Nvfp4(Layout):
     product have them; rows are filled up to 64, which `unpack` gives back. Scales are positive, as
     all writers have them."""
 
-    name, any_rows = "sm90_nvfp4", True
+    name, any_rows, row_block = "sm90_nvfp4", True, ROWS
 
     def takes(self, fmt: Format) -> bool:
         return fmt.name in (*FORMATS, MXFP4)
