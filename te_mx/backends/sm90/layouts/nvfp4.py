@@ -49,9 +49,13 @@ class SM90Nvfp4(Layout):
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         # By bands of a 64th of the rows, which take 36 bytes a number meanwhile.
         rows, high = -(-len(codes) // (64 * ROWS)) * ROWS or ROWS, fmt.scaling.block[0]
-        bands = zip(codes.split(rows), scales.split(rows // high), strict=True)
-        packed = [self._pack(fmt, *band, k) for band in bands]
-        return torch.cat([c for c, _ in packed]), torch.cat([s for _, s in packed])
+        made, at = self.empty(fmt, len(codes), k, codes.device), 0
+        for band in zip(codes.split(rows), scales.split(rows // high), strict=True):
+            packed = self._pack(fmt, *band, k)
+            for whole, part in zip(made, packed, strict=True):
+                whole[at : at + len(part)] = part
+            at += len(packed[0])
+        return made
 
     def _pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         shapes = self.shapes(fmt, len(codes), k)
