@@ -1,4 +1,4 @@
-// Prepares rows of x for tiles_kernel.cuh and wide_e2m1.cuh.
+// Prepares rows of x for tiles_kernel.cuh.
 #pragma once
 
 #include "decode/aligned_rows.cuh"

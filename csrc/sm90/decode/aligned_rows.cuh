@@ -1,4 +1,4 @@
-// Rows of x for tiles_kernel.cuh and wide_e2m1.cuh: quads of 128 k whose four blocks share one
+// Rows of x for tiles_kernel.cuh: quads of 128 k whose four blocks share one
 // exponent, as a row of a tile of class 1 (sm90_layout.h). Blocks that lie further below the
 // largest one than `spread` octaves come in further passes over the quad, four at most, where the
 // others are zeros: a row has the same sums whatever rows are beside it.
