@@ -376,16 +376,9 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
     const int fragment = (own.own_tile * (kRows / 8) + j) * kDecodeTile + own.warp % 4;
-    float4* const to = all_sums + sums_place.of(fragment, own.rank * parts + own.part) + own.lane;
-    const float* const v = sums.v + 4 * j;
-    if (cluster == 1) {
-      *to = {v[0], v[1], v[2], v[3]};
-    } else {
-      tile::send(to,
-                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                       __float_as_uint(v[3])},
-                 sums_bar, sums_place.owner(fragment));
-    }
+    send_sums(
+        all_sums + sums_place.of(fragment, own.rank * parts + own.part) + own.lane, sums.v + 4 * j,
+        cluster, [&] { return sums_bar; }, [&] { return sums_place.owner(fragment); });
   }
   const Range cluster_groups = own_groups();
   const int group0 = cluster_groups.first, groups = cluster_groups.last - group0;

@@ -4,6 +4,7 @@
 #include "common/numbers.cuh"
 #include "decode/decode_rows.cuh"
 #include "fused/activation.cuh"
+#include "mxtile/sm90/cluster.cuh"
 #include "te_mx/sm90_decode.h"
 
 namespace te_mx::sm90 {
@@ -81,6 +82,22 @@ struct SumsPlace {
     return fragment - turn(fragment) * cluster;
   }
 };
+
+// Puts the four sums of a fragment that a lane has where owner() of the cluster adds them up, with
+// what counts on the barrier there; of a cluster of one without. NOTE: what only a cluster needs is
+// worked out behind the branch: ptxas makes other instructions where it comes before.
+template <class Bar, class Owner>
+__device__ __forceinline__ void send_sums(float4* to, const float* v, int cluster, const Bar& bar,
+                                          const Owner& owner) {
+  if (cluster == 1) {
+    *to = {v[0], v[1], v[2], v[3]};
+  } else {
+    tile::send(to,
+               uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                     __float_as_uint(v[3])},
+               bar(), owner());
+  }
+}
 
 // Eight sums of a lane, of all parts in order.
 __device__ __forceinline__ void add_parts(const float* from, int parts, float (&v)[8]) {

@@ -287,16 +287,9 @@ __global__ void __launch_bounds__(kFactorThreads, 1)
 #pragma unroll
   for (int j = 0; j < Math::kCols / 8; ++j) {
     const int fragment = j * 8 + warp, turn = fragment / p.cluster;
-    const float* const v = sums.v + 4 * j;
-    float4* const to = all + turn * p.cluster * 32;
-    if (p.cluster == 1) {
-      *to = {v[0], v[1], v[2], v[3]};
-    } else {
-      tile::send(to,
-                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                       __float_as_uint(v[3])},
-                 at.sums_bar(), fragment - turn * p.cluster);
-    }
+    send_sums(
+        all + turn * p.cluster * 32, sums.v + 4 * j, p.cluster, [&] { return at.sums_bar(); },
+        [&] { return fragment - turn * p.cluster; });
   }
   if (p.cluster > 1) {
     tile::mbar_wait_sent(at.sums_bar(), 0);

@@ -167,16 +167,9 @@ __device__ __forceinline__ void send_tiles(const TilesPlace<Math>& at, const Til
 #pragma unroll
   for (int j = 0; j < Math::kX / 8; ++j) {
     const int fragment = j * 8 + warp, turn = fragment / parts;
-    const float* const v = sums.v + 4 * j;
-    float4* const to = all + turn * parts * 32;
-    if (parts == 1) {
-      *to = {v[0], v[1], v[2], v[3]};
-    } else {
-      tile::send(to,
-                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                       __float_as_uint(v[3])},
-                 at.sums_bar(), (fragment - turn * parts) * Math::kPeers + at.peer);
-    }
+    send_sums(
+        all + turn * parts * 32, sums.v + 4 * j, parts, [&] { return at.sums_bar(); },
+        [&] { return (fragment - turn * parts) * Math::kPeers + at.peer; });
   }
 }
 
