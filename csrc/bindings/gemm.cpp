@@ -29,8 +29,6 @@ void bind_gemm_records(py::module_& m) {
       .part("gemm", &GroupedGemmArgs::gemm, "")
       .part("groups", &GroupedGemmArgs::groups, "groups_")
       .field("along_k", &GroupedGemmArgs::along_k)
-      .field("few_rows_kernel", &GroupedGemmArgs::few_rows_kernel)
-      .field("packed_stride", &GroupedGemmArgs::packed_stride)
       .field("first_rows", &GroupedGemmArgs::first_rows)
       .add_to(m, "GroupedGemmArgs");
 }

@@ -23,7 +23,6 @@ void bind_moe_records(py::module_& m) {
       .field("weights", &MoeGemmArgs::weights)
       .field("out", &MoeGemmArgs::out)
       .field("out_dtype", &MoeGemmArgs::out_dtype)
-      .field("few_rows_kernel", &MoeGemmArgs::few_rows_kernel)
       .part("execution", &MoeGemmArgs::execution, "")
       .add_to(m, "MoeGemmArgs");
   Record<MoeAlignArgs>()

@@ -51,6 +51,7 @@ void bind_types(py::module_& m) {
       .field("layout", &Operand::layout)
       .part("scaling", &Operand::scaling, "")
       .field("packed", &Operand::packed)
+      .field("packed_stride", &Operand::packed_stride)
       .field("tensor_scale", &Operand::tensor_scale)
       .field("tensor_scales", &Operand::tensor_scales)
       .add_to(m, "Operand");
@@ -69,6 +70,7 @@ void bind_types(py::module_& m) {
       .field("workspace", &Execution::workspace)
       .field("workspace_bytes", &Execution::workspace_bytes)
       .field("kernel", &Execution::kernel)
+      .field("few_rows_kernel", &Execution::few_rows_kernel)
       .field("invariant", &Execution::invariant)
       .field("parts", &Execution::parts)
       .add_to(m, "Execution");

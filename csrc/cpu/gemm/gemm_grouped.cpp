@@ -67,8 +67,10 @@ struct GroupedTask {
       : all(task_of(args.gemm)),
         groups(args.groups),
         along_k(args.along_k),
-        few_rows(args.few_rows_kernel < 0 ? all.kernel : static_cast<Kernel>(args.few_rows_kernel)),
-        packed_stride(args.packed_stride) {}
+        few_rows(args.gemm.execution.few_rows_kernel < 0
+                     ? all.kernel
+                     : static_cast<Kernel>(args.gemm.execution.few_rows_kernel)),
+        packed_stride(args.gemm.rhs.packed_stride) {}
 
   int64_t out_rows() const { return along_k ? groups.count * all.lhs.rows : all.lhs.rows; }
   int64_t row_bytes() const { return all.rhs.rows * element_bytes(all.out_dtype); }

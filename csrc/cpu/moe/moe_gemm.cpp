@@ -102,7 +102,6 @@ GroupedGemmArgs product(const MoeGemmArgs& a, const Sorted& sorted, uint8_t* bas
   e.bias = a.bias, e.bias_dtype = a.bias_dtype;
   g.groups.count = a.experts, g.groups.rows = sorted.count;
   g.groups.starts = sorted.starts.get(), g.groups.ends = sorted.ends.get();
-  g.few_rows_kernel = a.few_rows_kernel;
   g.gemm.execution = a.execution;
   g.gemm.execution.workspace = base + p.gemm;
   g.gemm.execution.workspace_bytes = a.execution.workspace_bytes - p.gemm;

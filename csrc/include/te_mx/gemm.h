@@ -39,10 +39,6 @@ struct GroupedGemmArgs {
   GemmArgs gemm;
   Groups groups;
   bool along_k = false;
-  // Of a CPU: the kernel of groups with few rows (-1: as the others), and bytes between the packed
-  // forms of two groups of rhs.
-  int32_t few_rows_kernel = -1;
-  int64_t packed_stride = 0;
   // Along K, in host memory: D of group i begins so many rows of ldo behind out, not at i * M.
   const int32_t* first_rows = nullptr;
 };

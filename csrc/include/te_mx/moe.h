@@ -29,7 +29,6 @@ struct MoeGemmArgs {
   const float* weights = nullptr;  // [routed] or null
   void* out = nullptr;             // [routed, n] compact
   DType out_dtype = DType::f32;
-  int32_t few_rows_kernel = -1;  // of a CPU: that of experts with few rows (-1: as the others)
   Execution execution;
 };
 

@@ -95,8 +95,10 @@ struct Operand {
   Element element = Element::e4m3;
   Layout layout = Layout::k_last;
   Scaling scaling;
-  const void* packed =
-      nullptr;  // what cpu::pack() made of it for the same kernel and role, or null
+  // What the device's pack() made of it for the same kernel and role, or null; bytes from one
+  // matrix of a stack to the next.
+  const void* packed = nullptr;
+  int64_t packed_stride = 0;
   // Of NVFP4: codes times scales are multiplied by these, of which all operands of a stack have
   // some.
   const float* tensor_scale = nullptr;
@@ -122,9 +124,10 @@ struct Execution {
   void* stream = nullptr;  // of a GPU
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
-  int32_t kernel = -1;     // a kernel or configuration of the device; -1: it chooses, where it can
-  int32_t parts = 1;       // of K, added up in order; 0 or 1: K in one piece
-  bool invariant = false;  // of a CPU: the bits of a row of D depend on no other row of lhs
+  int32_t kernel = -1;  // a kernel or configuration of the device; -1: it chooses, where it can
+  int32_t few_rows_kernel = -1;  // that of groups with few rows; -1: as the others
+  int32_t parts = 1;             // of K, added up in order; 0 or 1: K in one piece
+  bool invariant = false;        // of a CPU: the bits of a row of D depend on no other row of lhs
 };
 
 constexpr bool known(Element v) { return v >= Element{} && static_cast<int32_t>(v) < kElements; }

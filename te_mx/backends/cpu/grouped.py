@@ -125,7 +125,7 @@ class GroupedGemmCall:
         else:
             args.lhs = record_of(native, lhs)
         if isinstance(rhs, Stack):
-            args.rhs_packed, args.packed_stride = _packed_for(rhs.packed, many, rhs)
+            args.rhs_packed, args.rhs_packed_stride = _packed_for(rhs.packed, many, rhs)
         if bias is not None:
             bias = bias.contiguous()
         args.out, args.out_dtype = typed_address(out)
