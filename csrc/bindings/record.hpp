@@ -78,6 +78,17 @@ PyObject* new_box(PyTypeObject* type, const T& value) {
   return reinterpret_cast<PyObject*>(box);
 }
 
+// NOTE: of a number with more than 30 bits, as addresses are, CPython's functions for long long put
+// bytes together, which takes four times as long as those for long.
+inline unsigned long long as_unsigned(PyObject* value) {
+  if constexpr (sizeof(long) == sizeof(long long)) return PyLong_AsUnsignedLong(value);
+  return PyLong_AsUnsignedLongLong(value);
+}
+inline long long as_signed(PyObject* value) {
+  if constexpr (sizeof(long) == sizeof(long long)) return PyLong_AsLong(value);
+  return PyLong_AsLongLong(value);
+}
+
 // How a field is read into Python and written from there; false with a Python error set.
 template <class V>
 struct Value {
@@ -97,7 +108,7 @@ struct Value {
   static bool write(void* at, PyObject* value) {
     V& to = *static_cast<V*>(at);
     if constexpr (std::is_pointer_v<V>) {
-      const unsigned long long v = PyLong_AsUnsignedLongLong(value);
+      const unsigned long long v = as_unsigned(value);
       if (v == ~0ull && PyErr_Occurred()) return false;
       to = reinterpret_cast<V>(static_cast<uintptr_t>(v));
     } else if constexpr (std::is_same_v<V, bool>) {
@@ -115,7 +126,7 @@ struct Value {
       to = made;
     } else {
       static_assert(sizeof(V) == 4 || sizeof(V) == 8);
-      const long long v = PyLong_AsLongLong(value);
+      const long long v = as_signed(value);
       if (v == -1 && PyErr_Occurred()) return false;
       if (sizeof(V) == 4 && v != static_cast<int32_t>(v)) {
         PyErr_Format(PyExc_OverflowError, "%lld does not fit in 32 bits", v);

@@ -60,7 +60,7 @@ class Sequence {
       return nullptr;
     }
     for (Py_ssize_t i = 0; i < count; ++i) {
-      values[i] = PyLong_AsUnsignedLongLong(arguments[i]);
+      values[i] = as_unsigned(arguments[i]);
       if (values[i] == ~0ull && PyErr_Occurred()) return nullptr;
     }
     for (const Place& place : places_) {
