@@ -100,8 +100,9 @@ Status normalize(const NormArgs& args);
 Status normalize_backward(const NormGradArgs& args);
 Status activate(const ActArgs& args);
 
-// grouped.cpp: several groups in one call, one parallel region for all of them. Every group gives
-// the bits of a call of its own. Groups have `starts`, and `ends` of int64.
+// quantize_grouped.cpp, gemm_grouped.cpp: several groups in one call, one parallel region for all
+// of them. Every group gives the bits of a call of its own. Groups have `starts`, and `ends` of
+// int64.
 //
 // Blocks of 32 rows start anew with every group, so a group's last block is its own. Scale rows of
 // group i start at starts[i] / 32 + i, which leaves room for every tail; a matrix of `rows` rows

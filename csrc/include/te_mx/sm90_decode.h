@@ -42,9 +42,7 @@ constexpr int decode_smem(int warps, int rows, bool prepared) {
 inline constexpr int kDecodeLeastSmem = 76 * 1024;
 
 // Codes of 16 rows over a quad, in shared memory.
-constexpr int decode_quad_bytes(Element element) {
-  return kDecodeRows * kDecodeQuad / (element == Element::e2m1 ? 2 : 1);
-}
+inline constexpr int kDecodeQuadBytes = kDecodeRows * kDecodeQuad;
 // Scales of a warp's group over chunks of four quads in shared memory: those that are read, those
 // that are on their way, and the classes of their tiles.
 inline constexpr int kDecodeChunk = 4;
@@ -71,8 +69,7 @@ struct DecodeRoom {
   int scales_at = 0, sums_at = 0, ring_at = 0;  // x lies first, scales_at: its scales
   int w_scales_at = 0, bars_at = 0, bytes = 0;
 };
-DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves,
-                       bool prepared);
+DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, bool halves, bool prepared);
 
 // Rows of a block, and how many blocks there may be: with groups (0: one matrix), a block has rows
 // of one, or rows of none.

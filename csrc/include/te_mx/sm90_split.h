@@ -20,7 +20,7 @@ enum class SplitKind : int32_t {
   codes,         // weights of 4 bits that become tiles in the main loop; reads m
   codes_before,  // and in a kernel before; reads m
   decode,        // few rows, plain weights, or MXFP4 and E5M2 beside them: decode_split()
-  wide,          // few rows, MXFP8 in tiles and plain MXFP4: 128 rows of weights a CTA
+  wide,          // few rows, MXFP8 in tiles: 128 rows of weights a CTA
   factors,       // more rows, blockwise FP8 in tiles: 128 rows of weights a CTA; reads m and block
   nvfp4,         // values times weights of 4 bits; reads m and block above 64 rows
   routed,        // rows by the lists of te_mx.moe

@@ -3,7 +3,7 @@
 namespace te_mx::sm90 {
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves) {
-  return run_decode_any<Element::e4m3, false>(t, halves);
+  return run_decode_any<false>(t, halves);
 }
 
 }  // namespace te_mx::sm90

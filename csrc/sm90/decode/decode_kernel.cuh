@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
         each_quad(i, [&](uint32_t x, uint32_t x_scales) {
           // NOTE: warps without a group multiply whatever lies there, for nobody.
           if (own.there) ring.wait();
-          sums.add(ring.at() + QuadCodes<Math::kFmt>::offset(own.lane),
-                   tile::load_shared8(w_scales), tile::wgmma_desc_at(x), x_scales, [&] {
+          sums.add(ring.at() + QuadCodes::offset(own.lane), tile::load_shared8(w_scales),
+                   tile::wgmma_desc_at(x), x_scales, [&] {
                      if (own.there) ring.next(p.room.stages);
                    });
         });

@@ -11,8 +11,8 @@ namespace te_mx::sm90 {
 
 // Fills in how weights [n, k] are cut and what of shared memory goes where; unsupported where there
 // is no room.
-inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element element, int64_t n,
-                         int64_t k, int rows, bool halves, bool prepared) {
+inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, int64_t n, int64_t k, int rows,
+                         bool halves, bool prepared) {
   p.n = static_cast<int>(n), p.k = static_cast<int>(k);
   p.groups = static_cast<int>(decode_groups(n)), p.quads = static_cast<int>(decode_quads(k));
   p.split = split;
@@ -21,7 +21,7 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
   const int tile_groups = kDecodeTile * split.tiles;
   p.clusters = std::max(split.clusters, (p.groups + tile_groups - 1) / tile_groups);
   p.cluster_groups = shares_of(p.groups, p.clusters);
-  p.room = decode_room(split, k, rows, element, halves, prepared);
+  p.room = decode_room(split, k, rows, halves, prepared);
   p.cluster_factor = quotient_factor(split.cluster);
   p.width_factor = quotient_factor(std::max(1, p.room.input_quads * split.parts()));
   p.each_factor = quotient_factor(std::max(1, p.room.input_quads));

@@ -11,8 +11,7 @@ bool decode_is_long(int64_t m, int64_t k) {
   return quads > (m > kDecodeOwnRows ? 160 : 256);
 }
 
-DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves,
-                       bool prepared) {
+DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, bool halves, bool prepared) {
   const int parts = s.parts();
   const int64_t part = ceil_div(decode_quads(k), s.cluster * parts);  // equal but for one quad
   const int warps = 4 * s.warpgroups;
@@ -20,15 +19,15 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t sums = ceil_div(fragments, s.cluster) * s.cluster * parts * 512;
   const int64_t input = parts * (decode_input_bytes(rows, halves) + decode_scale_bytes(rows));
   DecodeRoom room;
-  const int64_t stage = int64_t{warps} * decode_quad_bytes(element);
+  const int64_t stage = int64_t{warps} * kDecodeQuadBytes;
   const int64_t needed = std::min<int64_t>(part, kDecodeMaxStages);
   const int64_t bars = decode_bar_bytes(warps);
   // NOTE: the ring starts at a multiple of 1024 bytes, for the swizzle.
   const int64_t around = bars + warps * kDecodeScaleRing + 1008;
   const int64_t most = decode_smem(warps, rows, prepared) - around - sums;
-  // Two quads a warp of 16, or four of 4 bits, are twice what HBM wants to have been asked for;
+  // Two quads a warp of 16 are twice what HBM wants to have been asked for;
   // then as much of x as there is room for, then more stages.
-  int64_t stages = std::min<int64_t>(needed, (element == Element::e2m1 ? 64 : 32) / warps);
+  int64_t stages = std::min<int64_t>(needed, 32 / warps);
   while (stages > 2 && (most - stages * stage) / input < std::min<int64_t>(part, 4)) --stages;
   if ((most - stages * stage) / input < 1) stages = 1;
   // Prepared rows arrive quad by quad; of many rows there is room for few.

@@ -20,8 +20,7 @@ template <class Math>
 Status run_decode(DecodeTask t) {
   constexpr int kRows = Math::kRows;
   const DecodeSplit split = Math::kWarps == 16 ? t.split : decode_narrowed(t.split);
-  const Status status =
-      cut_decode(t.p, split, Math::kFmt, t.n, t.k, kRows, Math::kHalves, Math::kPrepared);
+  const Status status = cut_decode(t.p, split, t.n, t.k, kRows, Math::kHalves, Math::kPrepared);
   if (status != Status::ok) return status;
   t.rows.most = kRows;
   const int64_t blocks = decode_blocks(t.rows.m, t.rows.groups.count, kRows);
@@ -34,53 +33,53 @@ Status run_decode(DecodeTask t) {
 }
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
-template <Element kFmt, bool kHalves, bool kFactors>
+template <bool kHalves, bool kFactors>
 Status run_decode_narrow(const DecodeTask& t, int rows) {
   constexpr auto kMade = DecodeX::prepared;
   if (rows == 8) {
     if constexpr (!kHalves) {
       if (t.p.in.plain(t.k))
-        return run_decode<DecodeMath<kFmt, 8, false, kFactors, DecodeX::plain, 8>>(t);
+        return run_decode<DecodeMath<8, false, kFactors, DecodeX::plain, 8>>(t);
     }
-    return run_decode<DecodeMath<kFmt, 8, kHalves, kFactors, DecodeX::any, 8>>(t);
+    return run_decode<DecodeMath<8, kHalves, kFactors, DecodeX::any, 8>>(t);
   }
-  if (rows == 16) return run_decode<DecodeMath<kFmt, 16, kHalves, kFactors, kMade, 8>>(t);
-  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, kHalves, kFactors, kMade, 8>>(t);
-  return run_decode<DecodeMath<kFmt, kDecodeMostRows, kHalves, kFactors, kMade, 8>>(t);
+  if (rows == 16) return run_decode<DecodeMath<16, kHalves, kFactors, kMade, 8>>(t);
+  if (rows == 32) return run_decode<DecodeMath<32, kHalves, kFactors, kMade, 8>>(t);
+  return run_decode<DecodeMath<kDecodeMostRows, kHalves, kFactors, kMade, 8>>(t);
 }
 
 // NOTE: beside prepared rows, CTAs of four warpgroups have an SM alone, so that the next product
 // starts late. More than 16 rows pay for it only where two warpgroups would need clusters of four.
-template <Element kFmt, bool kFactors>
+template <bool kFactors>
 Status run_decode_wide(const DecodeTask& t, int rows) {
   constexpr auto kPlain = DecodeX::plain, kMade = DecodeX::prepared;
   const bool plain = t.p.in.plain(t.k);
   if ((rows == 8 && !plain) || (rows > 16 && t.split.tiles > 1))
-    return run_decode_narrow<kFmt, false, kFactors>(t, rows);
+    return run_decode_narrow<false, kFactors>(t, rows);
   const bool made = !plain || decode_is_long(t.rows.m, t.k);
-  if (rows == 8 && !made) return run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);
+  if (rows == 8 && !made) return run_decode<DecodeMath<8, false, kFactors, kPlain, 16>>(t);
   if (rows <= 16) {
-    return made ? run_decode<DecodeMath<kFmt, 16, false, kFactors, kMade, 16>>(t)
-                : run_decode<DecodeMath<kFmt, 16, false, kFactors, kPlain, 16>>(t);
+    return made ? run_decode<DecodeMath<16, false, kFactors, kMade, 16>>(t)
+                : run_decode<DecodeMath<16, false, kFactors, kPlain, 16>>(t);
   }
-  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, false, kFactors, kMade, 16>>(t);
-  return run_decode<DecodeMath<kFmt, kDecodeMostRows, false, kFactors, kMade, 16>>(t);
+  if (rows == 32) return run_decode<DecodeMath<32, false, kFactors, kMade, 16>>(t);
+  return run_decode<DecodeMath<kDecodeMostRows, false, kFactors, kMade, 16>>(t);
 }
 
-template <Element kFmt, bool kFactors>
+template <bool kFactors>
 Status run_decode_any(const DecodeTask& t, bool halves) {
   const int rows = decode_rows(t.rows.m, t.rows.groups.count);
-  if (halves) return run_decode_narrow<kFmt, true, kFactors>(t, rows);
+  if (halves) return run_decode_narrow<true, kFactors>(t, rows);
   // NOTE: of MXFP8 it is groups, and what no layer has, that come here.
   if constexpr (kFactors) {
     if (t.split.warpgroups == 4 && t.rows.groups.count == 0)
-      return run_decode_wide<kFmt, kFactors>(t, rows);
+      return run_decode_wide<kFactors>(t, rows);
   }
-  return run_decode_narrow<kFmt, false, kFactors>(t, rows);
+  return run_decode_narrow<false, kFactors>(t, rows);
 }
 
-// tiles_kernel, of one matrix of MXFP8 in tiles, and wide_fp4_kernel, of plain MXFP4; spread: the
-// octaves that blocks of a row of x may be apart. unsupported: a part of k is too long.
+// tiles_kernel, of one matrix of MXFP8 in tiles; spread: the octaves that blocks of a row of x may
+// be apart. unsupported: a part of k is too long.
 Status run_tiles(const DecodeTask& t, int spread, int sms);
 // rows_kernel, of weights in tiles.
 Status run_rows(const DecodeTask& t, bool factors, int sms);

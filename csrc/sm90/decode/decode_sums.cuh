@@ -17,14 +17,12 @@ enum class DecodeX { any, plain, prepared };
 
 // kHalves: products of fp16 numbers, else of FP8 codes. kFactors: scales are fp32 numbers for a
 // quad, else powers of two for a block. kWarps: of a CTA, 8 or 16.
-template <Element kWeights, int kXRows, bool kWithHalves, bool kWithFactors, DecodeX kX,
-          int kCtaWarps>
+template <int kXRows, bool kWithHalves, bool kWithFactors, DecodeX kX, int kCtaWarps>
 struct DecodeMath {
-  static constexpr Element kFmt = kWeights;
   static constexpr int kRows = kXRows, kFloats = kRows / 2, kWarps = kCtaWarps;
   static constexpr bool kHalves = kWithHalves, kFactors = kWithFactors;
   static constexpr bool kPlain = kX == DecodeX::plain, kPrepared = kX == DecodeX::prepared;
-  static constexpr int kQuadBytes = decode_quad_bytes(kFmt);
+  static constexpr int kQuadBytes = kDecodeQuadBytes;
   static constexpr int kInputBytes = decode_input_bytes(kRows, kHalves);
   // CTAs an SM. NOTE: 64 rows in fp16 take more registers than two have.
   static constexpr bool kAlone = decode_alone(kWarps, kRows, kPrepared);
@@ -43,18 +41,17 @@ struct DecodeMath {
 // Of a lane 4g + t: rows g and g + 8 of its warp's group, rows 8j + 2t and 8j + 2t + 1 of x.
 template <class Math>
 struct DecodeSums {
-  using Codes = QuadCodes<Math::kFmt>;
   float v[Math::kFloats] = {};
 
   // A block as operand A: 32 codes, or 16 fp16 numbers and 16 more.
   static constexpr int kParts = Math::kHalves ? 2 : 1;
   using Operand = uint32_t[kParts][4];
-  static __device__ __forceinline__ void make(Operand& a, Codes& w, int b) {
+  static __device__ __forceinline__ void make(Operand& a, QuadCodes& w, int b) {
     if constexpr (Math::kHalves) {
       uint32_t codes[4];
       w.operand(b, codes);
-      halves_of_codes<Codes::kCodes>(codes, 0, a[0]),
-          halves_of_codes<Codes::kCodes>(codes, 1, a[1]);
+      halves_of_codes<QuadCodes::kCodes>(codes, 0, a[0]),
+          halves_of_codes<QuadCodes::kCodes>(codes, 1, a[1]);
       tile::wgmma_pin(a[0]), tile::wgmma_pin(a[1]);
     } else {
       w.operand(b, a[0]);
@@ -72,7 +69,7 @@ struct DecodeSums {
       tile::wgmma_registers_f16<kAdd>(d, a[0], at);
       tile::wgmma_registers_f16<true>(d, a[1], at + 2);
     } else {
-      tile::wgmma_registers<Codes::kCodes, kAdd>(d, a[0], x + 2 * b);
+      tile::wgmma_registers<QuadCodes::kCodes, kAdd>(d, a[0], x + 2 * b);
     }
   }
 
@@ -117,7 +114,7 @@ struct DecodeSums {
   template <class Leave>
   __device__ __forceinline__ void add(uint32_t at, const uint2& own, uint32_t x, uint32_t scales,
                                       const Leave& leave) {
-    Codes codes{at};
+    QuadCodes codes{at};
     if constexpr (Math::kFactors) {
       add_quad(codes, x, scales, own, std::make_integer_sequence<int, Math::kPieces>{});
       leave();
@@ -129,7 +126,7 @@ struct DecodeSums {
 
   // With one scale for the quad: a sum of each piece.
   template <int... kI>
-  __device__ __forceinline__ void add_quad(Codes& codes, uint32_t x, uint32_t scales,
+  __device__ __forceinline__ void add_quad(QuadCodes& codes, uint32_t x, uint32_t scales,
                                            const uint2& own, std::integer_sequence<int, kI...>) {
     Operand a[4];
 #pragma unroll
@@ -155,7 +152,7 @@ struct DecodeSums {
 
   // With scales of blocks: sum u is that of piece u % kPieces with block u / kPieces.
   template <class Leave, int... kFirst, int... kI>
-  __device__ __forceinline__ void add_blocks(Codes& codes, uint32_t x, uint32_t scales,
+  __device__ __forceinline__ void add_blocks(QuadCodes& codes, uint32_t x, uint32_t scales,
                                              const uint2& own, const Leave& leave,
                                              std::integer_sequence<int, kFirst...>,
                                              std::integer_sequence<int, kI...>) {

@@ -17,7 +17,6 @@ namespace tile = mxtile::sm90;
 
 // Codes of a lane over a quad, 16 rows of 128 bytes under their swizzle: of two rows, block by
 // block.
-template <Element kFmt>
 struct QuadCodes {
   static constexpr tile::Fp8 kCodes = Element::e4m3;  // that the tensor cores see
   uint32_t at;                                        // of the lane's first 16 bytes
