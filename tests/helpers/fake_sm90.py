@@ -26,6 +26,7 @@ from fake_sm90_nvfp4 import (  # noqa: F401
     Nvfp4QuantizeArgs,
     nvfp4_finish,
     nvfp4_from_rows,
+    nvfp4_multiplies,
     nvfp4_multiply,
     nvfp4_multiply_workspace,
     nvfp4_product,

@@ -83,8 +83,9 @@ def _kept(p: LayerProblem) -> _Kept:
 
 
 def _given(name: str, spec: str, rows: int, k: int) -> At:
-    """The operand of a weight that was made before."""
-    return At(Place(name), Place(f"{name}_beside"), spec, rows, k)
+    """The operand of a weight that was made before; values have their tensor scale beside."""
+    beside = Place(f"{name}_beside")
+    return At(Place(name), beside, spec, rows, k, beside)
 
 
 def _weight(name: str, product: Product) -> Source:
@@ -114,10 +115,13 @@ class _Builder:
 
     def __init__(self, p: LayerProblem) -> None:
         for spec in (*p.formats.x, *p.formats.w, *p.formats.g):
-            if not spec_of(spec).layout.name.startswith("sm90"):
+            fmt, layout = spec_of(spec)
+            if not (layout.name.startswith("sm90") or fmt.tensor_scaled):
                 raise Unfit  # a product packs it first
         self.p, self.device, self.kept = p, p.device, _kept(p)
         self.how = p.formats.precision, p.formats.spread
+        # Of the output gradient, where no quantizer adds up what it reads.
+        self.sums_apart = spec_of(p.formats.g[0]).format.tensor_scaled
         self.kernels: list[str] = []
 
     # ------------------------------------------------------------------------------------- forward
@@ -229,7 +233,7 @@ class _Builder:
         source = Source(Place("g"), p.m, last.n, g_dtype, "g_stride")
         through = p.need_dx if second is None else True
         to = self._gradient(temp, last, through, into[-1], number)
-        sums = self._sums(temp, f"db{number}", last)
+        sums = None if self.sums_apart else self._sums(temp, f"db{number}", last)
         g = steps.reads(source, formats.g_rule, to, sums, self._seed("seed1"))
         w = self._columns(steps, number, last) if through else ([], None)
         steps.together(w[0], g)
@@ -238,12 +242,14 @@ class _Builder:
             to_h = self._gradient(temp, first, p.need_dx, into[0], 1)
             back = self._columns(steps, 1, first) if p.need_dx else ([], None)
             spare = self._through(steps, to[0], w[1], to_h, back[0])
-            self._wgrad(steps, to[1], 1, into[1])
+            self._wgrad(steps, to[1], 1, into[1], None)
             to, w = to_h, back
         if p.need_dx:
             assert to[0] is not None and w[1] is not None
             self._dgrad(steps, to[0], w[1], apart, spare)
-        self._wgrad(steps, to[1], 0, into[0])
+            if self.sums_apart:  # dgrad has read what it lies over
+                spare = Source(to[0].codes, to[0].rows, to[0].k, torch.bfloat16).over()
+        self._wgrad(steps, to[1], 0, into[0], spare)
         return steps.made(), temp.size
 
     def _gradient(
@@ -349,12 +355,14 @@ class _Builder:
             fields["mean"] = self.kept.mean
         steps.add("normalize_backward", ("NormGradArgs", fields))
 
-    def _wgrad(self, steps: Steps, g: At | None, i: int, into: torch.dtype | None) -> None:
+    def _wgrad(
+        self, steps: Steps, g: At | None, i: int, into: torch.dtype | None, spare: Room | None
+    ) -> None:
         x = self.kept.inputs[i]
         if g is None or x is None or into is None:
             return
         name = f"dw{i + 1}"
-        steps.gemm(g, x, Place(name), into, self.how, accumulate=Place(f"{name}_add"))
+        steps.gemm(g, x, Place(name), into, self.how, spare, accumulate=Place(f"{name}_add"))
 
 
 class Plan(LayerPlan):
@@ -463,12 +471,18 @@ class Plan(LayerPlan):
                     dw = torch.empty((one.n, one.k), dtype=one.dtype, device=device)
                 else:
                     dw, add = to.out, int(to.accumulate)
+                    if self.builder.sums_apart and dw.data_ptr() % _ALIGNMENT:
+                        return None
                     if not dw.is_inference():
                         torch.autograd.graph.increment_version(dw)
                 at = dw.data_ptr()
             places += (at, add)
             dws.append(dw)
-            db = torch.empty(one.n, dtype=self.summed[i], device=device) if one.need_db else None
+            db = None
+            if one.need_db and self.builder.sums_apart:
+                db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.summed[i])
+            elif one.need_db:
+                db = torch.empty(one.n, dtype=self.summed[i], device=device)
             dbs.append(db)
             db_places.append(0 if db is None else db.data_ptr())
         if len(dws) == 1:
@@ -501,6 +515,8 @@ class Plan(LayerPlan):
     def given_columns(self, i: int, part: Part) -> Operand:
         one, (codes, scales) = self.products[i], part
         assert scales is not None
+        if self.builder.sums_apart:
+            return Operand(codes, codes.new_empty(0), self.w[1], one.k, one.n, None, scales)
         return Operand(codes, scales, self.w[1], one.k, one.n)
 
     def as_saved(self, kept: Sequence[Tensor | None]) -> list[Any]:
@@ -515,7 +531,10 @@ class Plan(LayerPlan):
                 codes = made[2 + 2 * i]
                 assert codes is not None
                 operand = self.given_columns(i, (codes, scales)).checked("the weight")
-                made[2 + 2 * i : 4 + 2 * i] = operand.codes, operand.scales
+                whole = operand.tensor_scale
+                made[2 + 2 * i : 4 + 2 * i] = (
+                    operand.codes, operand.scales if whole is None else whole
+                )  # fmt: skip
         return made
 
 
@@ -556,9 +575,13 @@ def _values(kept: Tensor, at: Place, shape: tuple[int, ...], dtype: torch.dtype)
 def _view(buffer: Tensor, at: At) -> Operand:
     """An operand where it lies in a buffer."""
     fmt, layout = spec_of(at.spec)
-    (_, shape), ld = layout.shapes(fmt, at.rows, at.k), (at.k + 15) & -16
-    codes = _values(buffer, at.codes, (at.rows, ld), _U8)
+    (lies, shape), ld = layout.shapes(fmt, at.rows, at.k), (at.k + 15) & -16
     scales = _values(buffer, at.scales, shape, layout.scales_dtype(fmt))
+    if at.whole is not None:
+        codes = _values(buffer, at.codes, lies, _U8)
+        whole = _values(buffer, at.whole, fmt.tensor_scale_shape(at.rows), _F32)
+        return Operand(codes, scales, at.spec, at.rows, at.k, None, whole)
+    codes = _values(buffer, at.codes, (at.rows, ld), _U8)
     return Operand(codes[:, : at.k], scales, at.spec, at.rows, at.k)
 
 
