@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx.dispatch.fused import Activation, Norm
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.linear import Into, Part, Weight
+from te_mx.dispatch.linear import Into, Part
 from te_mx.layouts.operand import Operand
 
 
@@ -69,13 +69,13 @@ class LayerProblem(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call: x [..., k]; weight and bias of the normalization; of every product the
-    weight [n, k], or operands of it, and the bias."""
+    """The tensors of a call: x [..., k]; weight and bias of the normalization; of both products the
+    weight [n, k] and None, or codes and scales of its rowwise operand, and the bias."""
 
     x: Tensor
     norm_weight: Tensor | None
     norm_bias: Tensor | None
-    weights: tuple[Tensor | Weight, ...]
+    weights: Sequence[tuple[Tensor | None, Tensor | None]]
     biases: tuple[Tensor | None, ...]
 
 
@@ -86,8 +86,8 @@ class Gradients(NamedTuple):
 
     dx: Tensor | None
     norm: Tensor | None
-    weights: tuple[Any, ...]
-    biases: tuple[Tensor | None, ...]
+    weights: Sequence[Any]
+    biases: Sequence[Tensor | None]
 
 
 class Saved(NamedTuple):
@@ -119,12 +119,12 @@ class LayerPlan:
 
     def backward(
         self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
-        weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
+        weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: list[Tensor],
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
         """Of an output gradient [..., n]. given: x, its shape, and the weight of the normalization.
-        weights: of every product the weight and None, or codes and scales of its columns; None for
-        what lies in the buffers. into: as of LinearPlan.backward, of every product. apart: dx is
+        weights: of both products the weight and None, or codes and scales of its columns; None for
+        what lies in the buffers. into: as of LinearPlan.backward, of both products. apart: dx is
         the gradient of z, and the normalization is left out. None for what native code does not
         take: nothing ran."""
         raise NotImplementedError

@@ -3,7 +3,7 @@ kernels on the same bytes, as sequences (sequence.py) with what only they read i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from te_mx.dispatch.layer import (
     Product,
     Saved,
 )
-from te_mx.dispatch.linear import Into, Part, Weight
+from te_mx.dispatch.linear import Into, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import is_stochastic
@@ -398,7 +398,7 @@ class Plan(LayerPlan):
         return found
 
     def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        x, norm_weight, norm_bias, weights, biases = given
+        x, norm_weight, norm_bias, weights, (b1, b2) = given
         device, p, room = self.device, self.problem, self.room
         y = torch.empty((*x.shape[:-1], self.n), dtype=p.dtype, device=device)
         z = torch.empty(x.shape, dtype=p.dtype, device=device) if p.return_z else None
@@ -406,17 +406,11 @@ class Plan(LayerPlan):
         others = torch.empty(room.others, dtype=_U8, device=device) if room.others else None
         work = torch.empty(self.work, dtype=_U8, device=device)
         x, x_stride = _rows(x, p.first.k)
-        w, _alive = _addresses(
-            [one.row if isinstance(one, Weight) else (one, None) for one in weights]
-        )
-        b = [None if one is None else one.contiguous() for one in biases]
-        b1, b2 = (0 if one is None else one.data_ptr() for one in b)
+        first, second = weights
         status = self.sequence.run(
-            binding.stream(device.index), work.data_ptr(), columns.data_ptr(),
-            0 if others is None else others.data_ptr(), y.data_ptr(),
-            0 if z is None else z.data_ptr(), x.data_ptr(), x_stride,
-            0 if norm_weight is None else norm_weight.data_ptr(),
-            0 if norm_bias is None else norm_bias.data_ptr(), *w, b1, b2,
+            binding.stream(device.index), work, columns, others, y, z, x, x_stride, norm_weight,
+            norm_bias, *_weight_at(*first), *_weight_at(*second),
+            None if b1 is None else b1.contiguous(), None if b2 is None else b2.contiguous(),
         )  # fmt: skip
         if status:
             _did_not_start(status)
@@ -424,78 +418,69 @@ class Plan(LayerPlan):
 
     def backward(
         self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
-        weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
+        weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: list[Tensor],
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        p, device, products = self.problem, self.device, self.products
-        wanted = self.usual
-        if any(into):
+        p, device, (x, shape, norm_weight), wanted = self.problem, self.device, given, self.usual
+        if into[0] is not None or into[1] is not None:
             wanted = tuple([
                 dtype if to is None else None if to.out is None else to.out.dtype
-                for dtype, to in zip(wanted, into, strict=True)
+                for dtype, to in zip(wanted, into, strict=False)
             ])  # fmt: skip
         made = self._back(g.dtype, wanted, apart)
         if made is None:
             return None
-        x, shape, norm_weight = given
+        sequence, nbytes = made
         g, g_stride = _rows(g, self.n)
-        w, _alive = _addresses(zip(weights[::2], weights[1::2], strict=True))
-        work = torch.empty(made[1], dtype=_U8, device=device)
+        work = torch.empty(nbytes, dtype=_U8, device=device)
         dx = norm = None
-        x_at = x_stride = scale_at = norm_at = 0
-        if x is not None and norm_weight is not None:
+        x_stride = 0
+        if x is not None:
             x, x_stride = _rows(x, p.first.k)
-            x_at, scale_at = x.data_ptr(), norm_weight.data_ptr()
-        if p.need_dx:
-            dtype = p.dtype if apart else p.x_dtype
-            if apart:
-                shape = torch.Size((p.m, p.first.k))
-            dx = torch.empty(shape, dtype=dtype, device=device)
-            if p.norm is not None and not apart:
+        if p.need_dx and apart:
+            dx = torch.empty((p.m, p.first.k), dtype=p.dtype, device=device)
+        elif p.need_dx:
+            dx = torch.empty(shape, dtype=p.x_dtype, device=device)
+            if p.norm is not None:
                 norm = torch.empty((2, p.first.k), dtype=p.norm_dtype, device=device)
-                norm_at = norm.data_ptr()
         dws: list[Any] = []
         dbs: list[Tensor | None] = []
-        places: list[int] = []
-        db_places: list[int] = []
-        for i, (one, to) in enumerate(zip(products, into, strict=True)):
+        places: list[Any] = []
+        for i, one in enumerate(self.products):
             dw: Any = None
-            at = add = 0
-            if one.need_dw and to is not None and to.out is None:
+            at = db = None
+            add, to = 0, into[i]
+            if one.need_dw and to is None:
+                at = dw = torch.empty((one.n, one.k), dtype=one.dtype, device=device)
+            elif one.need_dw and to is not None and to.out is not None:
+                at, dw, add = to.out, to.out, int(to.accumulate)
+                if self.builder.sums_apart and dw.data_ptr() % _ALIGNMENT:
+                    return None
+                if not dw.is_inference():
+                    torch.autograd.graph.increment_version(dw)
+            elif one.need_dw:
                 room = Room("dw")
                 where = room.operand(p.formats.g[1], one.n, p.m)
-                left = torch.empty(room.size, dtype=_U8, device=device)
-                dw, at = _view(left, where), left.data_ptr()
-            elif one.need_dw:
-                if to is None:
-                    dw = torch.empty((one.n, one.k), dtype=one.dtype, device=device)
-                else:
-                    dw, add = to.out, int(to.accumulate)
-                    if self.builder.sums_apart and dw.data_ptr() % _ALIGNMENT:
-                        return None
-                    if not dw.is_inference():
-                        torch.autograd.graph.increment_version(dw)
-                at = dw.data_ptr()
-            places += (at, add)
-            dws.append(dw)
-            db = None
+                at = torch.empty(room.size, dtype=_U8, device=device)
+                dw = _view(at, where)
             if one.need_db and self.builder.sums_apart:
                 db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.summed[i])
             elif one.need_db:
                 db = torch.empty(one.n, dtype=self.summed[i], device=device)
+            dws.append(dw)
             dbs.append(db)
-            db_places.append(0 if db is None else db.data_ptr())
+            places += at, add
         if len(dws) == 1:
-            places += 0, 0
-        status = made[0].run(
-            binding.stream(device.index), work.data_ptr(), kept[0].data_ptr(),
-            0 if kept[1] is None else kept[1].data_ptr(), g.data_ptr(), g_stride, x_at, x_stride,
-            scale_at, seeds[0].data_ptr() if seeds else 0, seeds[-1].data_ptr() if seeds else 0,
-            *w, 0 if dx is None else dx.data_ptr(), norm_at, *places, db_places[0], db_places[-1],
+            places += None, 0
+        w1, beside1, w2, beside2 = weights
+        status = sequence.run(
+            binding.stream(device.index), work, *kept, g, g_stride, x, x_stride, norm_weight,
+            seeds[0] if seeds else None, seeds[-1] if seeds else None,
+            *_weight_at(w1, beside1), *_weight_at(w2, beside2), dx, norm, *places, dbs[0], dbs[-1],
         )  # fmt: skip
         if status:
             _did_not_start(status)
-        return Gradients(dx, norm, tuple(dws), tuple(dbs))
+        return Gradients(dx, norm, dws, dbs)
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
@@ -547,22 +532,12 @@ def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
     return x_MK, x_MK.stride(0)
 
 
-def _addresses(
-    weights: Iterable[tuple[Tensor | None, Tensor | None]],
-) -> tuple[list[int], list[Tensor]]:
-    """Two arguments of every weight, and what must live until the call is enqueued. weights: codes
-    and scales, or values and None."""
-    found: list[int] = []
-    alive: list[Tensor] = []
-    for weight, scales in weights:
-        if weight is None:
-            found += 0, 0
-        elif scales is not None:
-            found += weight.data_ptr(), scales.data_ptr()
-        else:
-            alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
-            found += alive[-1].data_ptr(), alive[-1].stride(0)
-    return (found if len(found) == 4 else [*found, 0, 0]), alive
+def _weight_at(weight: Tensor | None, scales: Tensor | None) -> tuple[Any, Any]:
+    """Two arguments of a weight: values and how far apart their rows are, or codes and scales."""
+    if weight is None or scales is not None:
+        return weight, scales
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    return weight, weight.stride(0)
 
 
 def _values(kept: Tensor, at: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
