@@ -47,13 +47,13 @@ from te_mx._ops.linear import layer_kernel
 from te_mx.autograd import input_cache, linear_recipe, norm, sequence_parallel, weight_parts
 from te_mx.autograd.grad_target import WeightGradient
 from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, QuantizedWeight, TracedWeight
-from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, tag_of
+from te_mx.autograd.node import linked, needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep, Source, source_of
 from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped, surely, unflatten
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.kernels import derive, derived
-from te_mx.dispatch.layer import Formats, Inputs, LayerPlan, LayerProblem, Product
+from te_mx.dispatch.layer import Formats, LayerPlan, LayerProblem, Product
 from te_mx.dispatch.linear import LATER, Into
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.kernel_log import LAST_RUN
@@ -110,6 +110,9 @@ class Parameters(NamedTuple):
     b1: Tensor | None
     w2: Tensor | None = None
     b2: Tensor | None = None
+
+
+NONE_KEPT = NOWHERE = (None, None)
 
 
 class Weights(NamedTuple):
@@ -412,17 +415,24 @@ def _product(
 
 
 class OneCall(NamedTuple):
-    """A layer as one call each way: the plan, and what of its tensors backward asks.
+    """A layer as one call each way: the plan, and what follows from its tensors.
 
     like: shape and dtype of x; norm: the dtype of the weight of the normalization; dtypes: of its
-    bias, w1, b1, w2 and b2; edges: of both weights in the graph.
+    bias, w1, b1, w2 and b2; need: which of x and all these have gradients. keeps: whether x is kept
+    for backward, and the values of w1 and of w2. edges: of both weights in the graph.
     """
 
     plan: LayerPlan
     like: tuple[torch.Size, torch.dtype]
     norm: torch.dtype | None
     dtypes: tuple[torch.dtype | None, ...]
+    need: Needs
+    keeps: tuple[bool, bool, bool]
     edges: tuple[int, int]
+
+
+# The weights and the call, and how it runs.
+How = tuple[Weights, Call, OneCall]
 
 
 def _plan(
@@ -487,9 +497,14 @@ def _make_one(x: Tensor, p: Parameters, weights: Weights, call: Call) -> OneCall
     if plan is None:
         return None
     dtypes = [None if t is None else t.dtype for t in p]
+    need = Needs(*(t is not None and t.requires_grad for t in (x, *p)))
+    keeps = (
+        need_dz and step.norm is not None, need_dz and not first.kept,
+        problem.second is not None and not problem.second.kept,
+    )  # fmt: skip
     edge = 3 - dtypes[:2].count(None)
     edges = edge, edge + 2 - dtypes[3:4].count(None)
-    return OneCall(plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), edges)
+    return OneCall(plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), need, keeps, edges)
 
 
 class OneCallLayer(torch.autograd.Function):
@@ -497,90 +512,107 @@ class OneCallLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor,
-        b1: Tensor | None, w2: Tensor | None, b2: Tensor | None, weights: Weights, call: Call,
-        one: OneCall,
+        ctx: Any, how: How, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        w1: Tensor, b1: Tensor | None, w2: Tensor | None = None, b2: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        plan = one.plan
-        p, scale, shift, norms = plan.problem, norm_weight, norm_bias, (None, None)
-        if p.norm is not None:
-            scale, shift = call.step.as_read(norm_weight, norm_bias, p.norm_dtype)
-            norms = (x, scale) if p.need_dx else norms  # type: ignore[assignment]
-        read: list[Any] = [(w1, None), (w2, None)]
-        saved: list[Tensor | None] = [w1, None, w2, None]
-        for i, (product, ready) in enumerate(zip(plan.products, weights.kept, strict=False)):
-            col: Any = None
-            if ready is not None:
-                read[i], col = linear_recipe.parts_of(ready)
-            if ready is not None or product.kept:
-                saved[2 * i : 2 * i + 2] = (product.kept and col) or (None, None)
-        if not p.need_dx:
-            saved[:2] = None, None
-        y, z, *buffers = plan.forward(Inputs(x, scale, shift, read, (b1, b2)))
+        weights, call, one = how
+        plan, (keeps_x, keeps_w1, keeps_w2) = one.plan, one.keeps
+        scale, shift = norm_weight, norm_bias
+        if one.norm is not None:
+            scale, shift = call.step.as_read(norm_weight, norm_bias, plan.problem.norm_dtype)
+        read: Any = (w1, None), (w2, None)
+        saved: Any = w1 if keeps_w1 else None, None, w2 if keeps_w2 else None, None
+        if weights.kept != NONE_KEPT:
+            read, saved = _with_kept(weights.kept, plan, read, saved)
+        y, z, *buffers = plan.forward(x, scale, shift, read, b1, b2)
         if call.tags[0] >= 0:
             LAST_RUN.update(zip(call.tags, plan.kernels, strict=False))
-        ctx.call, ctx.one, ctx.grad_targets = call, one, weights.grad_targets
-        return outputs(ctx, (*norms, *buffers, *saved), *((y,) if z is None else (y, z)))
+        ctx.how, ctx.grad_targets = how, weights.grad_targets
+        norms = (x, scale) if keeps_x else (None, None)
+        return linked(ctx, (*norms, *buffers, *saved), *((y,) if z is None else (y, z)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward_in_one_call, ctx.call.owner, ctx, *grads)
+        made = run_backward(_backward_in_one_call, ctx.how[1].owner, ctx, *grads)
+        return None, *made[: len(ctx.needs_input_grad) - 1]
+
+
+def _with_kept(kept: Any, plan: LayerPlan, read: Any, saved: Any) -> tuple[Any, Any]:
+    """What is read of both weights, and what is saved, where some were quantized before."""
+    read, saved = [*read], [*saved]
+    for i, (product, ready) in enumerate(zip(plan.products, kept, strict=False)):
+        if ready is not None:
+            read[i], col = linear_recipe.parts_of(ready)
+            backward = product.kept and (i or plan.problem.need_dx)
+            saved[2 * i : 2 * i + 2] = (backward and col) or (None, None)
+    return read, saved
 
 
 def _backward_in_one_call(
     ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    one, call, grad_targets, need = ctx.one, ctx.call, ctx.grad_targets, ctx.needs_input_grad
+    (_, call, one), targets = ctx.how, ctx.grad_targets
     plan: LayerPlan = one.plan
-    p, tags, kernels, made = plan.problem, call.tags, plan.kernels, None
     x, scale, *kept = saved
     columns, others, *weights = plan.as_saved(kept)
-    into: list[Into | None] = [None, None]
-    found: list[Any] = [None, None]
-    nodes: Any = None
+    made = found = None
+    into: Sequence[Into | None] = NOWHERE
     if are_direct(g, *saved):
-        for i, product in enumerate(plan.products):
-            if grad_targets[i] is not None and product.need_dw:
-                nodes = nodes or ctx.next_functions
-                found[i] = grad_targets[i].direct(nodes[one.edges[i]][0])
-                into[i] = LATER if found[i] is None else found[i][0]
-        seeds: Any = [linear_recipe.new_seed(g.device, p.formats.g_rule) for _ in range(plan.seeds)]
+        if targets != NOWHERE:
+            found, into = _targets(ctx)
+        seeds: Any = plan.seeds and [
+            linear_recipe.new_seed(g.device, plan.problem.formats.g_rule) for _ in range(plan.seeds)
+        ]
         made = plan.backward(
-            g, (x, one.like[0], scale), (columns, others), weights, into, seeds, g_z is not None
+            g, x, one.like[0], scale, (columns, others), weights, into, seeds, g_z is not None
         )
     if made is None:
-        ctx.dtypes, ctx.x_like = one.dtypes, one.like
         return _in_steps(ctx, (x, scale), (columns, others), weights, (g, g_z))
-    dx, of_norm, dws, dbs = made.dx, made.norm, [*made.weights, None], [*made.biases, None]
-    for i, dw in enumerate(made.weights):
-        w_dtype, b_dtype = one.dtypes[1 + 2 * i : 3 + 2 * i]
-        if into[i] is LATER:
-            kept_x = SavedOperand.operand(plan.saved(columns, others).inputs[i])  # type: ignore[arg-type]
-            gradient = linear_recipe.Gradient(None, Quantized(None, dw, None), Target("", "", ""))
-            wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag_of(tags[i], WGRAD))
-            dw = place(grad_targets[i], wgrad, w_dtype, nodes[one.edges[i]][0])
-        elif dw is not None:
-            if tags[i] >= 0:
-                LAST_RUN[tags[i] + WGRAD] = kernels[i]
-            dw = dw if into[i] is None else grad_targets[i].done(*found[i])
-        if tags[i] >= 0 and (i or p.need_dx):
-            LAST_RUN[tags[i] + DGRAD] = kernels[i]
-        dws[i], db = dw, dbs[i]
-        if db is not None and db.dtype is not b_dtype:
-            dbs[i] = db.to(b_dtype)
-    d_weight = d_bias = None
-    if p.norm is not None and p.need_dx:
-        if g_z is not None:
-            lies, step = plan.saved(columns, others), call.step._replace(zero_centered=False)
-            norms = x, scale.float(), lies.mean, lies.rstd
-            dx, d_weight, d_bias = step.backward(dx, g_z, norms, one.like, need, one.dtypes[0])
-            d_weight = None if d_weight is None else d_weight.to(one.norm)
-        else:
-            assert of_norm is not None
-            d_weight, d_bias = _of_norm(of_norm, one.norm, one.dtypes[0])
-            d_weight, d_bias = d_weight if need[1] else None, d_bias if need[2] else None
-            dx = dx if need[0] else None
-    return dx, d_weight, d_bias, dws[0], dbs[0], dws[1], dbs[1], None, None, None
+    dx, of_norm, dws, (db1, db2) = made
+    tags, need, d_weight, d_bias = call.tags, one.need, None, None
+    if tags[0] >= 0:
+        for i, gemm, kernel in plan.ran:
+            if into[i] is not LATER or gemm != WGRAD:
+                LAST_RUN[tags[i] + gemm] = kernel
+    if found is not None:
+        left = plan.saved(columns, others).inputs if LATER in into else ()
+        dws = [
+            dw if target is None or dw is None
+            else target.done(*use) if use is not None
+            else _left(target, dw, left[i], ctx, i)  # type: ignore[arg-type]
+            for i, (dw, target, use) in enumerate(zip(dws, targets, found, strict=True))
+        ]  # fmt: skip
+    if g_z is not None and one.keeps[0]:
+        lies, step = plan.saved(columns, others), call.step._replace(zero_centered=False)
+        norms = x, scale.float(), lies.mean, lies.rstd
+        dx, d_weight, d_bias = step.backward(dx, g_z, norms, one.like, need, one.dtypes[0])
+        d_weight = None if d_weight is None else d_weight.to(one.norm)
+    elif of_norm is not None:
+        d_weight, d_bias = _of_norm(of_norm, one.norm, one.dtypes[0])
+        d_weight, d_bias = d_weight if need[1] else None, d_bias if need[2] else None
+        dx = dx if need[0] else None
+    return dx, d_weight, d_bias, dws[0], db1, dws[1], db2
+
+
+def _targets(ctx: Any) -> tuple[list[Any], list[Into | None]]:
+    """Of both weights where the gradient goes: for `done`, and for the plan."""
+    one, nodes = ctx.how[2], ctx.next_functions
+    found: list[Any] = [None, None]
+    into: list[Into | None] = [None, None]
+    for i, (target, product) in enumerate(zip(ctx.grad_targets, one.plan.products, strict=False)):
+        if target is not None and product.need_dw:
+            found[i] = target.direct(nodes[one.edges[i]][0])
+            into[i] = LATER if found[i] is None else found[i][0]
+    return found, into
+
+
+def _left(target: WeightGradient, g: Operand, x: Operand, ctx: Any, i: int) -> Tensor | None:
+    """The gradient of a weight by the columns that were left of the output gradient."""
+    _, call, one = ctx.how
+    gradient = linear_recipe.Gradient(None, Quantized(None, g, None), Target("", "", ""))
+    kept_x, tag = SavedOperand.operand(x), tag_of(call.tags[i], WGRAD)
+    wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag)
+    return place(target, wgrad, one.dtypes[1 + 2 * i], ctx.next_functions[one.edges[i]][0])
 
 
 def _in_steps(
@@ -588,8 +620,9 @@ def _in_steps(
     weights: Sequence[Any], grads: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The same for somebody who watches the ops, or where native code does not take it."""
-    one, call, (x, scale) = ctx.one, ctx.call, norms
+    (_, call, one), (x, scale) = ctx.how, norms
     plan, lies = one.plan, one.plan.saved(*buffers)
+    ctx.call, ctx.dtypes, ctx.x_like = call, one.dtypes, one.like
     of_weights = [
         NOTHING if w is None and lie is None
         else SavedOperand.operand(lie) if lie is not None
@@ -602,10 +635,10 @@ def _in_steps(
     of_inputs = [NOTHING if at is None else SavedOperand.operand(at) for at in lies.inputs]
     kept = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
     read = x, None if scale is None else scale.float(), lies.mean, lies.rstd
-    step, need = call.step._replace(zero_centered=False), Needs(*ctx.needs_input_grad[:7])
-    dx, d_weight, *others = _gradients(ctx, need, step, read, lies.h, kept, grads)
+    step = call.step._replace(zero_centered=False)
+    dx, d_weight, *others = _gradients(ctx, one.need, step, read, lies.h, kept, grads)
     d_weight = None if d_weight is None else d_weight.to(one.norm)
-    return dx, d_weight, *others, None, None, None
+    return dx, d_weight, *others
 
 
 def _of_norm(
@@ -616,7 +649,7 @@ def _of_norm(
         return sums[0].to(dtype), None
     if bias_dtype != dtype:
         return sums[0].to(dtype), sums[1].to(bias_dtype)
-    weight, bias = sums.to(dtype).unbind()
+    weight, bias = (sums if sums.dtype is dtype else sums.to(dtype)).unbind()
     return weight, bias
 
 
@@ -629,7 +662,7 @@ def linear_in_one_call(
     one = _plan(x, parameters, weights, call)
     if one is None:
         return None
-    y: Tensor = OneCallLayer.apply(x, *parameters, weights, call, one)[0]
+    y: Tensor = OneCallLayer.apply((weights, call, one), x, None, None, weight_NK, bias_N)[0]
     return y
 
 
@@ -643,7 +676,8 @@ def run_layer(
     if torch.is_grad_enabled():
         one = _plan(x, parameters, weights, call, facts)
         if one is not None:
-            made = OneCallLayer.apply(x, *parameters, weights, call, one)
+            count = 4 if call.act is None else 6
+            made = OneCallLayer.apply((weights, call, one), x, *parameters[:count])
         elif needs_gradient(x, *parameters):
             of_norm, (w1, b1, *second) = parameters[:2], parameters[2:]
             made = LayerFunction.apply(x, *of_norm, *second, weights, call, w1, b1)

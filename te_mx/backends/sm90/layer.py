@@ -19,7 +19,6 @@ from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.layer import (
     Buffers,
     Gradients,
-    Inputs,
     LayerKernel,
     LayerPlan,
     LayerProblem,
@@ -376,9 +375,24 @@ class Plan(LayerPlan):
         self.products = (p.first,) if p.second is None else (p.first, p.second)
         self.n = self.products[-1].n
         self._backward: dict[tuple[Any, ...], tuple[Any, int] | None] = {}
-        self.summed = [one.bias for one in self.products]
+        self.ran = tuple([
+            (i, gemm, kernel)
+            for i, (one, kernel) in enumerate(zip(self.products, self.kernels, strict=True))
+            for gemm, runs in ((1, i or p.need_dx), (2, one.need_dw)) if runs
+        ])  # fmt: skip
+        k, second, summed = p.first.k, p.second, p.first.bias
         if p.act is not None and p.act.gelu_form is not None:
-            self.summed[0] = _F32  # by a GEMM
+            summed = _F32  # by a GEMM
+        self.casts = summed is not p.first.bias
+        # Shapes and dtypes of what backward makes of weights and biases.
+        sums = self.builder.sums_apart
+        self.outputs: list[Any] = [
+            ((2, k), p.norm_dtype) if p.need_dx and p.norm is not None else None,
+            ((p.first.n, k), p.first.dtype) if p.first.need_dw else None,
+            ((second.n, second.k), second.dtype) if second and second.need_dw else None,
+            (p.first.n, summed) if p.first.need_db and not sums else None,
+            (second.n, second.bias) if second and second.need_db and not sums else None,
+        ]
         # That of the usual call, so that what native code does not take is known before forward.
         self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
         if self._back(p.dtype, self.usual, p.return_z) is None:
@@ -397,19 +411,21 @@ class Plan(LayerPlan):
             self._backward[key] = found
         return found
 
-    def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        x, norm_weight, norm_bias, weights, (b1, b2) = given
+    def forward(
+        self, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        weights: Sequence[tuple[Tensor | None, Tensor | None]], b1: Tensor | None,
+        b2: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         device, p, room = self.device, self.problem, self.room
         y = torch.empty((*x.shape[:-1], self.n), dtype=p.dtype, device=device)
         z = torch.empty(x.shape, dtype=p.dtype, device=device) if p.return_z else None
         columns = torch.empty(room.columns, dtype=_U8, device=device)
         others = torch.empty(room.others, dtype=_U8, device=device) if room.others else None
         work = torch.empty(self.work, dtype=_U8, device=device)
-        x, x_stride = _rows(x, p.first.k)
         first, second = weights
         status = self.sequence.run(
-            binding.stream(device.index), work, columns, others, y, z, x, x_stride, norm_weight,
-            norm_bias, *_weight_at(*first), *_weight_at(*second),
+            binding.stream(device.index), work, columns, others, y, z, *_rows(x, p.first.k),
+            norm_weight, norm_bias, *_weight_at(*first), *_weight_at(*second),
             None if b1 is None else b1.contiguous(), None if b2 is None else b2.contiguous(),
         )  # fmt: skip
         if status:
@@ -417,70 +433,75 @@ class Plan(LayerPlan):
         return y, z, columns, others
 
     def backward(
-        self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
-        weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: list[Tensor],
+        self, g: Tensor, x: Tensor | None, shape: torch.Size, norm_weight: Tensor | None,
+        kept: Buffers, weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: Any,
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        p, device, (x, shape, norm_weight), wanted = self.problem, self.device, given, self.usual
-        if into[0] is not None or into[1] is not None:
-            wanted = tuple([
-                dtype if to is None else None if to.out is None else to.out.dtype
-                for dtype, to in zip(wanted, into, strict=False)
-            ])  # fmt: skip
+        p, device, outputs, wanted = self.problem, self.device, self.outputs, self.usual
+        adds, views = [0, 0], None
+        if apart or into[0] is not None or into[1] is not None:
+            wanted, outputs, adds, views = self._routed(into, apart)
         made = self._back(g.dtype, wanted, apart)
-        if made is None:
+        if made is None or outputs is None:
             return None
-        sequence, nbytes = made
         g, g_stride = _rows(g, self.n)
-        work = torch.empty(nbytes, dtype=_U8, device=device)
-        dx = norm = None
-        x_stride = 0
-        if x is not None:
-            x, x_stride = _rows(x, p.first.k)
-        if p.need_dx and apart:
-            dx = torch.empty((p.m, p.first.k), dtype=p.dtype, device=device)
-        elif p.need_dx:
-            dx = torch.empty(shape, dtype=p.x_dtype, device=device)
-            if p.norm is not None:
-                norm = torch.empty((2, p.first.k), dtype=p.norm_dtype, device=device)
-        dws: list[Any] = []
-        dbs: list[Tensor | None] = []
-        places: list[Any] = []
-        for i, one in enumerate(self.products):
-            dw: Any = None
-            at = db = None
-            add, to = 0, into[i]
-            if one.need_dw and to is None:
-                at = dw = torch.empty((one.n, one.k), dtype=one.dtype, device=device)
-            elif one.need_dw and to is not None and to.out is not None:
-                at, dw, add = to.out, to.out, int(to.accumulate)
-                if self.builder.sums_apart and dw.data_ptr() % _ALIGNMENT:
-                    return None
-                if not dw.is_inference():
-                    torch.autograd.graph.increment_version(dw)
-            elif one.need_dw:
-                room = Room("dw")
-                where = room.operand(p.formats.g[1], one.n, p.m)
-                at = torch.empty(room.size, dtype=_U8, device=device)
-                dw = _view(at, where)
-            if one.need_db and self.builder.sums_apart:
-                db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.summed[i])
-            elif one.need_db:
-                db = torch.empty(one.n, dtype=self.summed[i], device=device)
-            dws.append(dw)
-            dbs.append(db)
-            places += at, add
-        if len(dws) == 1:
-            places += None, 0
+        norm, dw1, dw2, db1, db2 = [
+            of if type(of) is not tuple
+            else torch.empty(of[0], dtype=of[1], device=device)
+            for of in outputs
+        ]  # fmt: skip
+        work, dx = torch.empty(made[1], dtype=_U8, device=device), None
+        if p.need_dx:
+            dx_shape, dtype = ((p.m, p.first.k), p.dtype) if apart else (shape, p.x_dtype)
+            dx = torch.empty(dx_shape, dtype=dtype, device=device)
         w1, beside1, w2, beside2 = weights
-        status = sequence.run(
-            binding.stream(device.index), work, *kept, g, g_stride, x, x_stride, norm_weight,
+        status = made[0].run(
+            binding.stream(device.index), work, *kept, g, g_stride,
+            *((None, 0) if x is None else _rows(x, p.first.k)), norm_weight,
             seeds[0] if seeds else None, seeds[-1] if seeds else None,
-            *_weight_at(w1, beside1), *_weight_at(w2, beside2), dx, norm, *places, dbs[0], dbs[-1],
+            *_weight_at(w1, beside1), *_weight_at(w2, beside2), dx, norm, dw1, adds[0], dw2,
+            adds[1], db1, db1 if p.second is None else db2,
         )  # fmt: skip
         if status:
             _did_not_start(status)
-        return Gradients(dx, norm, dws, dbs)
+        if views is not None:
+            dw1, dw2 = (
+                one if at is None else _view(one, at)
+                for one, at in zip((dw1, dw2), views, strict=True)
+            )
+            for to in into:
+                if to is not None and to.out is not None and not to.out.is_inference():
+                    torch.autograd.graph.increment_version(to.out)
+        if self.casts and db1 is not None:
+            db1 = db1.to(p.first.bias)
+        if self.builder.sums_apart and self.products[-1].need_db:
+            db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.products[-1].bias)
+            db1, db2 = (db, None) if p.second is None else (None, db)
+        return dx, norm, (dw1, dw2), (db1, db2)
+
+    def _routed(
+        self, into: Sequence[Into | None], apart: bool
+    ) -> tuple[tuple[Any, ...], Any, list[int], list[At | None]]:
+        """Where weight gradients go elsewhere: the dtypes that they are written in, what is made
+        (tensors that are there already; None where native code does not write them), whether they
+        are added, and where columns that are left lie."""
+        p, wanted, outputs, adds = self.problem, [*self.usual], [*self.outputs], [0, 0]
+        views: list[At | None] = [None, None]
+        outputs[0] = None if apart else outputs[0]
+        for i, one in enumerate(self.products):
+            to = into[i]
+            if to is None or not one.need_dw:
+                continue
+            if to.out is None:
+                room = Room("dw")
+                views[i] = room.operand(p.formats.g[1], one.n, p.m)
+                wanted[i], outputs[1 + i] = None, (room.size, _U8)
+                continue
+            out, adds[i] = to.out, int(to.accumulate)
+            wanted[i], outputs[1 + i] = out.dtype, out
+            if self.builder.sums_apart and out.data_ptr() % _ALIGNMENT:
+                return self.usual, None, adds, views
+        return tuple(wanted), outputs, adds, views
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
