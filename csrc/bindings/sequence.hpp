@@ -2,11 +2,11 @@
 //
 //   steps = [("quantize", (QuantizeArgs(..),), [(0, "x_data", 1, 0), ..]), ("gemm", ..), ..]
 //   sequence = native.sequence(steps, device, 3)       once
-//   status = sequence.run(stream, address, address)    every time
+//   status = sequence.run(stream, address, tensor)     every time
 //
 // A step is the name of a call, its records, and what differs from run to run: (number of the
-// record, field, number of the argument, what is added to it). Argument 0 is the stream. `run` ends
-// at the first call that fails, with its status.
+// record, field, number of the argument, what is added to it). Argument 0 is the stream. A tensor
+// stands for its address, None for 0. `run` ends at the first call that fails, with its status.
 #pragma once
 
 #include <array>
@@ -60,8 +60,7 @@ class Sequence {
       return nullptr;
     }
     for (Py_ssize_t i = 0; i < count; ++i) {
-      values[i] = as_unsigned(arguments[i]);
-      if (values[i] == ~0ull && PyErr_Occurred()) return nullptr;
+      if (!value_of(arguments[i], values[i])) return nullptr;
     }
     for (const Place& place : places_) {
       const uint64_t value = values[place.number] + static_cast<uint64_t>(place.offset);
@@ -80,6 +79,22 @@ class Sequence {
   }
 
  private:
+  // False with a Python error set.
+  static bool value_of(PyObject* argument, uint64_t& value) {
+    value = 0;
+    if (argument == Py_None) return true;
+    if (PyLong_Check(argument)) {
+      value = as_unsigned(argument);
+    } else {
+      static PyObject* const name = PyUnicode_InternFromString("data_ptr");
+      PyObject* const address = PyObject_CallMethodNoArgs(argument, name);
+      if (address == nullptr) return false;
+      value = as_unsigned(address);
+      Py_DECREF(address);
+    }
+    return value != ~0ull || !PyErr_Occurred();
+  }
+
   static constexpr size_t kMost = 64;
   struct Step {
     Status (*run)(void*);

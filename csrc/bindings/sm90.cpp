@@ -62,6 +62,13 @@ void bind_sequences(py::module_& m) {
       "normalize_backward", [](const NormGradArgs& a) { return normalize_backward(a); },
       NormGradArgs{});
   one("activate", [](const ActArgs& a) { return activate(a); }, ActArgs{});
+  one(
+      "nvfp4_quantize", [](const Nvfp4QuantizeArgs& a) { return nvfp4_quantize(a); },
+      Nvfp4QuantizeArgs{});
+  one("nvfp4_from_rows", [](const Nvfp4Args& a) { return nvfp4_from_rows(a); }, Nvfp4Args{});
+  one(
+      "nvfp4_multiply", [](const Nvfp4MultiplyArgs& a) { return nvfp4_multiply(a); },
+      Nvfp4MultiplyArgs{});
   sequences::add<QuantizeArgs, 2>("quantize_two", [](const std::array<QuantizeArgs, 2>& a) {
     return quantize_two(a[0], a[1]);
   });
@@ -343,6 +350,7 @@ void bind_nvfp4(py::module_& m) {
       .part("execution", &Nvfp4MultiplyArgs::execution, "")
       .add_to(m, "Nvfp4MultiplyArgs");
   m.def("nvfp4_multiply_workspace", &nvfp4_multiply_workspace);
+  bind_call(m, "nvfp4_multiplies", nvfp4_multiplies);
   bind_call(m, "nvfp4_multiply", nvfp4_multiply);
   Record<Nvfp4Side>()
       .field("codes", &Nvfp4Side::codes)

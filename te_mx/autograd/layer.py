@@ -47,14 +47,14 @@ from te_mx._ops.linear import layer_kernel
 from te_mx.autograd import input_cache, linear_recipe, norm, sequence_parallel, weight_parts
 from te_mx.autograd.grad_target import WeightGradient
 from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, QuantizedWeight, TracedWeight
-from te_mx.autograd.node import needs_gradient, outputs, place, run_backward, tag_of
+from te_mx.autograd.node import linked, needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep, Source, source_of
 from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped, surely, unflatten
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.kernels import derive, derived
-from te_mx.dispatch.layer import Formats, Inputs, LayerPlan, LayerProblem, Product
-from te_mx.dispatch.linear import LATER, Into, Weight
+from te_mx.dispatch.layer import Formats, LayerPlan, LayerProblem, Product
+from te_mx.dispatch.linear import LATER, Into
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.kernel_log import LAST_RUN
 
@@ -110,6 +110,9 @@ class Parameters(NamedTuple):
     b1: Tensor | None
     w2: Tensor | None = None
     b2: Tensor | None = None
+
+
+NONE_KEPT = NOWHERE = (None, None)
 
 
 class Weights(NamedTuple):
@@ -411,14 +414,35 @@ def _product(
     return Product(n, k, w.dtype, dtype, kept is not None, columns, w.requires_grad, need_db)
 
 
+class OneCall(NamedTuple):
+    """A layer as one call each way: the plan, and what follows from its tensors.
+
+    like: shape and dtype of x; norm: the dtype of the weight of the normalization; dtypes: of its
+    bias, w1, b1, w2 and b2; need: which of x and all these have gradients. keeps: whether x is kept
+    for backward, and the values of w1 and of w2. edges: of both weights in the graph.
+    """
+
+    plan: LayerPlan
+    like: tuple[torch.Size, torch.dtype]
+    norm: torch.dtype | None
+    dtypes: tuple[torch.dtype | None, ...]
+    need: Needs
+    keeps: tuple[bool, bool, bool]
+    edges: tuple[int, int]
+
+
+# The weights and the call, and how it runs.
+How = tuple[Weights, Call, OneCall]
+
+
 def _plan(
     x: Tensor, p: Parameters, weights: Weights, call: Call, facts: Any = None
-) -> LayerPlan | None:
-    """The plan of a call, found at once where it ran one like it; None where its steps run one by
-    one. Gradients are enabled. facts: what stands for those of x and the parameters, if known."""
+) -> OneCall | None:
+    """How a call runs, found at once where one like it ran; None where its steps run one by one.
+    Gradients are enabled. facts: what stands for those of x and the parameters, if known."""
     step, act, settings, return_z, _, tokens, _ = call
     w1, w2, (kept1, kept2) = p.w1, p.w2, weights.kept
-    if tokens is not None or w1 is None or torch.compiler.is_compiling() or is_watched():
+    if tokens is not None or w1 is None or is_watched():
         return None
     # Of weights that are computed of parameters.
     computed = () if w1.is_leaf and (w2 is None or w2.is_leaf) else [
@@ -431,13 +455,14 @@ def _plan(
     )  # fmt: skip
     found = _known.get(key)
     if found is None:
-        found = derive(key, (_make_plan(x, p, weights, call), settings))
-    plan: LayerPlan | None = found[0]
-    if plan is not None and not (kept1 is kept2 is None):
-        for kept, columns in zip(weights.kept, (plan.problem.need_dx, True), strict=True):
-            if kept is not None and not _serves(kept, plan, columns, x.device):
-                return None
-    return plan
+        found = derive(key, (_make_one(x, p, weights, call), settings))
+    one: OneCall | None = found[0]
+    if one is None or kept1 is kept2 is None:
+        return one
+    for kept, columns in zip(weights.kept, (one.plan.problem.need_dx, True), strict=True):
+        if kept is not None and not _serves(kept, one.plan, columns, x.device):
+            return None
+    return one
 
 
 def _serves(kept: QuantizedWeight, plan: LayerPlan, columns: bool, device: torch.device) -> bool:
@@ -450,7 +475,7 @@ def _serves(kept: QuantizedWeight, plan: LayerPlan, columns: bool, device: torch
     )
 
 
-def _make_plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerPlan | None:
+def _make_one(x: Tensor, p: Parameters, weights: Weights, call: Call) -> OneCall | None:
     settings, step, device = call.settings, call.step, x.device
     w1, w2, size, kernel = p.w1, p.w2, x.numel(), layer_kernel(device, settings)
     sizes = [t.numel() for t in (x, w1, w2) if t is not None]
@@ -468,7 +493,18 @@ def _make_plan(x: Tensor, p: Parameters, weights: Weights, call: Call) -> LayerP
         None if w2 is None else _product(w2, p.b2, weights.kept[1], settings, True), need_dz,
         call.return_z, _formats(device, settings), device,
     )  # fmt: skip
-    return kernel.make_plan(problem)  # kept with the key of the call
+    plan = kernel.make_plan(problem)  # kept with the key of the call
+    if plan is None:
+        return None
+    dtypes = [None if t is None else t.dtype for t in p]
+    need = Needs(*(t is not None and t.requires_grad for t in (x, *p)))
+    keeps = (
+        need_dz and step.norm is not None, need_dz and not first.kept,
+        problem.second is not None and not problem.second.kept,
+    )  # fmt: skip
+    edge = 3 - dtypes[:2].count(None)
+    edges = edge, edge + 2 - dtypes[3:4].count(None)
+    return OneCall(plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), need, keeps, edges)
 
 
 class OneCallLayer(torch.autograd.Function):
@@ -476,136 +512,133 @@ class OneCallLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor,
-        b1: Tensor | None, w2: Tensor | None, b2: Tensor | None, weights: Weights, call: Call,
-        plan: LayerPlan,
+        ctx: Any, how: How, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        w1: Tensor, b1: Tensor | None, w2: Tensor | None = None, b2: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        step, p = call.step, plan.problem
-        scale, shift = step.as_read(norm_weight, norm_bias, p.norm_dtype)
-        read: list[Tensor | Weight] = []
-        saved: list[Tensor | None] = []
-        for w, product, ready in zip((w1, w2), plan.products, weights.kept, strict=False):
-            assert w is not None
-            if ready is None:
-                read.append(w)
-                saved += (None if product.kept else w, None)
-            else:
-                one = linear_recipe.parts_of(ready)
-                read.append(one)
-                saved += one.col if product.kept and one.col is not None else (None, None)
-        if not p.need_dx:
-            saved[:2] = None, None
-        y, z, *buffers = plan.forward(Inputs(x, scale, shift, tuple(read), (b1, b2)))
-        tag1, tag2 = call.tags
-        if tag1 >= 0:
-            LAST_RUN[tag1] = plan.kernels[0]
-            if w2 is not None:
-                LAST_RUN[tag2] = plan.kernels[1]
-        ctx.call, ctx.grad_targets, ctx.plan, ctx.x_like = (
-            call,
-            weights.grad_targets,
-            plan,
-            (x.shape, x.dtype),
-        )
-        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
-        ctx.norm_dtype = None if norm_weight is None else norm_weight.dtype
-        edge = 1 + (norm_weight is not None) + (norm_bias is not None)
-        ctx.edges = edge, edge + 1 + (b1 is not None)
-        norms = (x, scale) if p.norm is not None and p.need_dx else (None, None)
-        made = (y,) if z is None else (y, z)
-        return outputs(ctx, (*norms, *buffers, *saved), *made)
+        weights, call, one = how
+        plan, (keeps_x, keeps_w1, keeps_w2) = one.plan, one.keeps
+        scale, shift = norm_weight, norm_bias
+        if one.norm is not None:
+            scale, shift = call.step.as_read(norm_weight, norm_bias, plan.problem.norm_dtype)
+        read: Any = (w1, None), (w2, None)
+        saved: Any = w1 if keeps_w1 else None, None, w2 if keeps_w2 else None, None
+        if weights.kept != NONE_KEPT:
+            read, saved = _with_kept(weights.kept, plan, read, saved)
+        y, z, *buffers = plan.forward(x, scale, shift, read, b1, b2)
+        if call.tags[0] >= 0:
+            LAST_RUN.update(zip(call.tags, plan.kernels, strict=False))
+        ctx.how, ctx.grad_targets = how, weights.grad_targets
+        norms = (x, scale) if keeps_x else (None, None)
+        return linked(ctx, (*norms, *buffers, *saved), *((y,) if z is None else (y, z)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward_in_one_call, ctx.call.owner, ctx, *grads)
+        made = run_backward(_backward_in_one_call, ctx.how[1].owner, ctx, *grads)
+        return None, *made[: len(ctx.needs_input_grad) - 1]
+
+
+def _with_kept(kept: Any, plan: LayerPlan, read: Any, saved: Any) -> tuple[Any, Any]:
+    """What is read of both weights, and what is saved, where some were quantized before."""
+    read, saved = [*read], [*saved]
+    for i, (product, ready) in enumerate(zip(plan.products, kept, strict=False)):
+        if ready is not None:
+            read[i], col = linear_recipe.parts_of(ready)
+            backward = product.kept and (i or plan.problem.need_dx)
+            saved[2 * i : 2 * i + 2] = (backward and col) or (None, None)
+    return read, saved
 
 
 def _backward_in_one_call(
     ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    plan: LayerPlan = ctx.plan
-    call, device, p = ctx.call, g.device, plan.problem
+    (_, call, one), targets = ctx.how, ctx.grad_targets
+    plan: LayerPlan = one.plan
     x, scale, *kept = saved
-    direct = are_direct(g, *saved)
     columns, others, *weights = plan.as_saved(kept)
-    made = None
-    if direct:
-        nodes, grad_targets = ctx.next_functions, ctx.grad_targets
-        into: list[Into | None] = []
-        found: list[Any] = []
-        for product, grad_target, edge in zip(plan.products, grad_targets, ctx.edges, strict=False):
-            one = None
-            if grad_target is not None and product.need_dw:
-                one = grad_target.direct(nodes[edge][0])
-                into.append(LATER if one is None else one[0])
-            else:
-                into.append(None)
-            found.append(one)
-        seeds: Any = [linear_recipe.new_seed(device, p.formats.g_rule) for _ in range(plan.seeds)]
-        inputs = x, ctx.x_like[0], scale
+    made = found = None
+    into: Sequence[Into | None] = NOWHERE
+    if are_direct(g, *saved):
+        if targets != NOWHERE:
+            found, into = _targets(ctx)
+        seeds: Any = plan.seeds and [
+            linear_recipe.new_seed(g.device, plan.problem.formats.g_rule) for _ in range(plan.seeds)
+        ]
         made = plan.backward(
-            g, inputs, (columns, others), weights, tuple(into), seeds, g_z is not None
+            g, x, one.like[0], scale, (columns, others), weights, into, seeds, g_z is not None
         )
-    if made is None:  # step by step, for somebody who watches the ops
-        lies = plan.saved(columns, others)
-        step = call.step._replace(zero_centered=False)
-        of_weights = [
-            NOTHING if w is None and lie is None
-            else SavedOperand.operand(lie) if lie is not None
-            else SavedOperand.itself(w) if scales is None
-            else SavedOperand.operand(plan.given_columns(i, (w, scales)))
-            for i, (w, scales, lie) in enumerate(
-                zip(weights[::2], weights[1::2], lies.weights, strict=False)
-            )
-        ]  # fmt: skip
-        of_inputs = [NOTHING if one is None else SavedOperand.operand(one) for one in lies.inputs]
-        kept_of = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
-        norms = x, None if scale is None else scale.float(), lies.mean, lies.rstd
-        need = Needs(*ctx.needs_input_grad[:7])
-        made_so = _gradients(ctx, need, step, norms, lies.h, kept_of, (g, g_z))
-        dx, d_weight, d_bias, *rest = made_so
-        d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
-        return dx, d_weight, d_bias, *rest, None, None, None
-
-    tags = call.tags
-    need = ctx.needs_input_grad
-    dws: list[Tensor | None] = [None, None]
-    dbs: list[Tensor | None] = [None, None]
-    of = zip(made.weights, made.biases, into, found, strict=True)
-    for i, (dw, db, to, one) in enumerate(of):
-        dtypes = ctx.dtypes[1 + 2 * i : 3 + 2 * i]
-        tag = tag_of(tags[i], WGRAD)
-        if to is LATER:
-            kept_x = SavedOperand.operand(plan.saved(columns, others).inputs[i])  # type: ignore[arg-type]
-            left = Quantized(None, dw, None)
-            gradient = linear_recipe.Gradient(None, left, Target("", "", ""))
-            wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag)
-            dws[i] = place(ctx.grad_targets[i], wgrad, dtypes[0], nodes[ctx.edges[i]][0])
-        elif dw is not None:
-            if tag >= 0:
-                LAST_RUN[tag] = plan.kernels[i]
-            dws[i] = dw if one is None else ctx.grad_targets[i].done(*one)
-        if db is not None:
-            dbs[i] = db if db.dtype == dtypes[1] else db.to(dtypes[1])
+    if made is None:
+        return _in_steps(ctx, (x, scale), (columns, others), weights, (g, g_z))
+    dx, of_norm, dws, (db1, db2) = made
+    tags, need, d_weight, d_bias = call.tags, one.need, None, None
     if tags[0] >= 0:
-        if p.need_dx:
-            LAST_RUN[tags[0] + DGRAD] = plan.kernels[0]
-        if p.second is not None:
-            LAST_RUN[tags[1] + DGRAD] = plan.kernels[1]
-    dx = made.dx
-    d_weight = d_bias = None
-    if p.norm is not None and p.need_dx:
-        if g_z is not None:
-            lies, step = plan.saved(columns, others), call.step._replace(zero_centered=False)
-            norms = x, scale.float(), lies.mean, lies.rstd
-            dx, d_weight, d_bias = step.backward(dx, g_z, norms, ctx.x_like, need, ctx.dtypes[0])
-            d_weight = None if d_weight is None else d_weight.to(ctx.norm_dtype)
-        else:
-            assert made.norm is not None
-            d_weight, d_bias = _of_norm(made.norm, ctx.norm_dtype, ctx.dtypes[0])
-            d_weight, d_bias = d_weight if need[1] else None, d_bias if need[2] else None
-            dx = dx if need[0] else None
-    return dx, d_weight, d_bias, dws[0], dbs[0], dws[1], dbs[1], None, None, None
+        for i, gemm, kernel in plan.ran:
+            if into[i] is not LATER or gemm != WGRAD:
+                LAST_RUN[tags[i] + gemm] = kernel
+    if found is not None:
+        left = plan.saved(columns, others).inputs if LATER in into else ()
+        dws = [
+            dw if target is None or dw is None
+            else target.done(*use) if use is not None
+            else _left(target, dw, left[i], ctx, i)  # type: ignore[arg-type]
+            for i, (dw, target, use) in enumerate(zip(dws, targets, found, strict=True))
+        ]  # fmt: skip
+    if g_z is not None and one.keeps[0]:
+        lies, step = plan.saved(columns, others), call.step._replace(zero_centered=False)
+        norms = x, scale.float(), lies.mean, lies.rstd
+        dx, d_weight, d_bias = step.backward(dx, g_z, norms, one.like, need, one.dtypes[0])
+        d_weight = None if d_weight is None else d_weight.to(one.norm)
+    elif of_norm is not None:
+        d_weight, d_bias = _of_norm(of_norm, one.norm, one.dtypes[0])
+        d_weight, d_bias = d_weight if need[1] else None, d_bias if need[2] else None
+        dx = dx if need[0] else None
+    return dx, d_weight, d_bias, dws[0], db1, dws[1], db2
+
+
+def _targets(ctx: Any) -> tuple[list[Any], list[Into | None]]:
+    """Of both weights where the gradient goes: for `done`, and for the plan."""
+    one, nodes = ctx.how[2], ctx.next_functions
+    found: list[Any] = [None, None]
+    into: list[Into | None] = [None, None]
+    for i, (target, product) in enumerate(zip(ctx.grad_targets, one.plan.products, strict=False)):
+        if target is not None and product.need_dw:
+            found[i] = target.direct(nodes[one.edges[i]][0])
+            into[i] = LATER if found[i] is None else found[i][0]
+    return found, into
+
+
+def _left(target: WeightGradient, g: Operand, x: Operand, ctx: Any, i: int) -> Tensor | None:
+    """The gradient of a weight by the columns that were left of the output gradient."""
+    _, call, one = ctx.how
+    gradient = linear_recipe.Gradient(None, Quantized(None, g, None), Target("", "", ""))
+    kept_x, tag = SavedOperand.operand(x), tag_of(call.tags[i], WGRAD)
+    wgrad = linear_recipe.wgrad(gradient, kept_x, call.settings, tag)
+    return place(target, wgrad, one.dtypes[1 + 2 * i], ctx.next_functions[one.edges[i]][0])
+
+
+def _in_steps(
+    ctx: Any, norms: tuple[Tensor, Tensor | None], buffers: tuple[Tensor, Tensor | None],
+    weights: Sequence[Any], grads: tuple[Tensor, Tensor | None],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The same for somebody who watches the ops, or where native code does not take it."""
+    (_, call, one), (x, scale) = ctx.how, norms
+    plan, lies = one.plan, one.plan.saved(*buffers)
+    ctx.call, ctx.dtypes, ctx.x_like = call, one.dtypes, one.like
+    of_weights = [
+        NOTHING if w is None and lie is None
+        else SavedOperand.operand(lie) if lie is not None
+        else SavedOperand.itself(w) if scales is None
+        else SavedOperand.operand(plan.given_columns(i, (w, scales)))
+        for i, (w, scales, lie) in enumerate(
+            zip(weights[::2], weights[1::2], lies.weights, strict=False)
+        )
+    ]  # fmt: skip
+    of_inputs = [NOTHING if at is None else SavedOperand.operand(at) for at in lies.inputs]
+    kept = [of_inputs[0], of_weights[0], of_inputs[-1], of_weights[-1]]
+    read = x, None if scale is None else scale.float(), lies.mean, lies.rstd
+    step = call.step._replace(zero_centered=False)
+    dx, d_weight, *others = _gradients(ctx, one.need, step, read, lies.h, kept, grads)
+    d_weight = None if d_weight is None else d_weight.to(one.norm)
+    return dx, d_weight, *others
 
 
 def _of_norm(
@@ -616,7 +649,7 @@ def _of_norm(
         return sums[0].to(dtype), None
     if bias_dtype != dtype:
         return sums[0].to(dtype), sums[1].to(bias_dtype)
-    weight, bias = sums.to(dtype).unbind()
+    weight, bias = (sums if sums.dtype is dtype else sums.to(dtype)).unbind()
     return weight, bias
 
 
@@ -626,10 +659,10 @@ def linear_in_one_call(
     """y [..., N] of a linear layer, differentiable; None where its steps run one by one. Something
     needs a gradient."""
     parameters = Parameters(None, None, weight_NK, bias_N)
-    plan = _plan(x, parameters, weights, call)
-    if plan is None:
+    one = _plan(x, parameters, weights, call)
+    if one is None:
         return None
-    y: Tensor = OneCallLayer.apply(x, *parameters, weights, call, plan)[0]
+    y: Tensor = OneCallLayer.apply((weights, call, one), x, None, None, weight_NK, bias_N)[0]
     return y
 
 
@@ -641,9 +674,10 @@ def run_layer(
     as of `_plan`."""
     made = None
     if torch.is_grad_enabled():
-        plan = _plan(x, parameters, weights, call, facts)
-        if plan is not None:
-            made = OneCallLayer.apply(x, *parameters, weights, call, plan)
+        one = _plan(x, parameters, weights, call, facts)
+        if one is not None:
+            count = 4 if call.act is None else 6
+            made = OneCallLayer.apply((weights, call, one), x, *parameters[:count])
         elif needs_gradient(x, *parameters):
             of_norm, (w1, b1, *second) = parameters[:2], parameters[2:]
             made = LayerFunction.apply(x, *of_norm, *second, weights, call, w1, b1)

@@ -557,9 +557,15 @@ class QuantizedWeight(NamedTuple):
 
 
 def parts_of(kept: QuantizedWeight) -> Parts:
-    """Its operands as whole layers in one call take them."""
-    row, col = kept.row, kept.col
-    return Parts((row.codes, row.scales), None if col is None else (col.codes, col.scales))
+    """Its operands as whole layers in one call take them: of values, with the tensor scale in the
+    place of scales."""
+    row, col = [
+        None if one is None
+        else (one.codes, one.scales if one.tensor_scale is None else one.tensor_scale)
+        for one in (kept.row, kept.col)
+    ]  # fmt: skip
+    assert row is not None
+    return Parts(row, col)
 
 
 def on_codes(settings: Settings) -> Settings:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx.dispatch.fused import Activation, Norm
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.linear import Into, Part, Weight
+from te_mx.dispatch.linear import Into, Part
 from te_mx.layouts.operand import Operand
 
 
@@ -68,26 +68,11 @@ class LayerProblem(NamedTuple):
     device: torch.device
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call: x [..., k]; weight and bias of the normalization; of every product the
-    weight [n, k], or operands of it, and the bias."""
-
-    x: Tensor
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    weights: tuple[Tensor | Weight, ...]
-    biases: tuple[Tensor | None, ...]
-
-
-class Gradients(NamedTuple):
-    """What backward made; None for what nobody needs. norm: [2, k] of weight and bias.
-    weights: of every product; with LATER the columns of its output gradient. biases: in fp32 where
-    a GEMM sums them."""
-
-    dx: Tensor | None
-    norm: Tensor | None
-    weights: tuple[Any, ...]
-    biases: tuple[Tensor | None, ...]
+# Those of x, of weight and bias of the normalization [2, k], of both weights (with LATER columns of
+# the output gradient in their place) and biases; None for what nobody needs.
+Gradients = tuple[
+    Tensor | None, Tensor | None, Sequence[Any], tuple[Tensor | None, Tensor | None]
+]  # fmt: skip
 
 
 class Saved(NamedTuple):
@@ -111,22 +96,29 @@ class LayerPlan:
     problem: LayerProblem
     products: tuple[Product, ...]
     kernels: tuple[str, ...]  # what multiplies, of every product
+    # Likewise backward: the product, its dgrad (1) or wgrad (2), the kernel.
+    ran: tuple[tuple[int, int, str], ...]
     seeds: int  # how many backward draws, for gradients that are rounded stochastically
 
-    def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """(y [..., n], z [..., k] if it is returned, what backward needs)."""
+    def forward(
+        self, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        weights: Sequence[tuple[Tensor | None, Tensor | None]], b1: Tensor | None,
+        b2: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """(y [..., n], z [..., k] if it is returned, what backward needs) of x [..., k], weight and
+        bias of the normalization, and of both products the weight [n, k] and None, or codes and
+        scales of its rowwise operand, and the bias."""
         raise NotImplementedError
 
     def backward(
-        self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
-        weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
+        self, g: Tensor, x: Tensor | None, shape: torch.Size, norm_weight: Tensor | None,
+        kept: Buffers, weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: Any,
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        """Of an output gradient [..., n]. given: x, its shape, and the weight of the normalization.
-        weights: of every product the weight and None, or codes and scales of its columns; None for
-        what lies in the buffers. into: as of LinearPlan.backward, of every product. apart: dx is
-        the gradient of z, and the normalization is left out. None for what native code does not
-        take: nothing ran."""
+        """Of an output gradient [..., n]. shape: of x. weights: of both products the weight and
+        None, or codes and scales of its columns; None for what lies in the buffers. into: as of
+        LinearPlan.backward, of both products. apart: dx is the gradient of z, and the normalization
+        is left out. None for what native code does not take: nothing ran."""
         raise NotImplementedError
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:

@@ -71,7 +71,7 @@ class Watch:
 
 _HOST_ONLY = (
     "available", "packed_bytes", "upload_ends", "linear_offsets", "norm_partial_sums",
-    "norm_counters", "decode_workspace", "sequence",
+    "norm_counters", "decode_workspace", "sequence", "nvfp4_multiplies",
 )  # fmt: skip
 
 

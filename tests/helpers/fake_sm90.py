@@ -26,6 +26,7 @@ from fake_sm90_nvfp4 import (  # noqa: F401
     Nvfp4QuantizeArgs,
     nvfp4_finish,
     nvfp4_from_rows,
+    nvfp4_multiplies,
     nvfp4_multiply,
     nvfp4_multiply_workspace,
     nvfp4_product,
@@ -471,7 +472,8 @@ class Sequence:
         self.steps = [(name, [one.copy() for one in records], at) for name, records, at in steps]
         self.count = count
 
-    def run(self, *arguments: int) -> int:
+    def run(self, *given: int | Tensor | None) -> int:
+        arguments = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in given]
         assert len(arguments) == self.count and all(type(one) is int for one in arguments)
         for _, records, places in self.steps:
             for i, field, number, offset in places:

@@ -34,6 +34,7 @@ from fake_sm90 import (  # noqa: F401
     linear_offsets,
     nvfp4_finish,
     nvfp4_from_rows,
+    nvfp4_multiplies,
     nvfp4_multiply,
     nvfp4_multiply_workspace,
     nvfp4_product,

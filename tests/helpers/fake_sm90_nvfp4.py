@@ -102,6 +102,15 @@ def nvfp4_multiply_workspace() -> int:
     return 16
 
 
+def nvfp4_multiplies(args) -> int:
+    """cublasLt adds a bias in bf16 alone."""
+    from fake_sm90 import _DTYPES
+
+    types = {_DTYPES[args.out_dtype], _DTYPES[args.bias_dtype if args.bias else args.out_dtype]}
+    wrong = torch.float16 in types or (args.bias and types != {torch.bfloat16})
+    return 2 if wrong else 0
+
+
 def nvfp4_multiply(args) -> int:
     from fake_sm90 import at
 

@@ -18,6 +18,7 @@ RECIPES = {
     "mxfp4": te_mx.recipe.MXFP4BlockScaling(),
     "mxfp4_all": te_mx.recipe.MXFP4BlockScaling(g="mxfp4"),
 }
+NVFP4 = te_mx.recipe.NVFP4BlockScaling()  # of sizes that divide by 8 alone
 
 
 def passes(
@@ -28,7 +29,7 @@ def passes(
     x = x.detach().requires_grad_(x.requires_grad)
     for parameter in layer.parameters():
         parameter.grad, parameter.main_grad = None, torch.ones_like(parameter, dtype=F32)
-    with te_mx.autocast(recipe=RECIPES[recipe]):
+    with te_mx.autocast(recipe=RECIPES.get(recipe, NVFP4)):
         made = layer(x, is_first_microbatch=first)
     outs = made if isinstance(made, tuple) else (made,)
     outs = [out for out in outs if out.grad_fn is not None and not out.is_leaf]

@@ -157,6 +157,8 @@ struct Nvfp4MultiplyArgs {
 };
 int64_t nvfp4_multiply_workspace();
 Status nvfp4_multiply(const Nvfp4MultiplyArgs& args);
+// Whether it would run, of any addresses that start at whole 16 bytes; nothing does.
+Status nvfp4_multiplies(const Nvfp4MultiplyArgs& args);
 
 // What plain codes stand for: out [n, k] (or [k, n]), compact, is codes * block scales, times
 // `scale` in fp32 where that is not null, rounded. Without x and groups; any dtype.

@@ -72,10 +72,15 @@ struct Library {
   }
 };
 
-// What one call describes to the library; gone with it.
+const Library& library() {
+  static const Library lib;
+  return lib;
+}
+
+// What one call describes to the library, and how this runs it; gone with the call.
 class Call {
  public:
-  explicit Call(const Library& lib) : lib_(lib) {}
+  Call() : lib_(library()) {}
   ~Call() {
     if (product != nullptr) lib_.drop_product(product);
     for (Object one : {a, b, d})
@@ -87,7 +92,12 @@ class Call {
     return lib_.set(product, attribute, &value, sizeof value) == 0;
   }
 
+  // Status::ok where the library takes a product.
+  Status describe(const Nvfp4MultiplyArgs& a);
+
   Object product = nullptr, a = nullptr, b = nullptr, d = nullptr;
+  Handle handle = nullptr;
+  Found found{};
 
  private:
   const Library& lib_;
@@ -100,6 +110,64 @@ struct Known {
   std::map<std::array<int64_t, 6>, Found> found;
 };
 
+Status Call::describe(const Nvfp4MultiplyArgs& of) {
+  static Known known_ones;
+  // Every row starts at whole 16 bytes.
+  const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  const int64_t of_lhs = of.lhs_k_first ? of.m : of.k, of_rhs = of.rhs_k_first ? of.n : of.k;
+  if (!lib_.there || of_lhs % 8 != 0 || of_rhs % 8 != 0 || of.ldo % 8 != 0 || !whole(of.lhs) ||
+      !whole(of.rhs) || !whole(of.out))
+    return Status::unsupported;
+  if (of.out_dtype == DType::f16 ||
+      (of.bias != nullptr && (of.out_dtype != DType::bf16 || of.bias_dtype != DType::bf16)))
+    return Status::unsupported;
+  // Of matrices whose columns are contiguous: D^T [n, m] = rhs [n, k] lhs^T [k, m].
+  const int type = of.out_dtype == DType::f32 ? kFloat32 : kBfloat16;
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  bool ok = lib_.product(&product, kCompute32, kFloat32) == 0 &&
+            lib_.matrix(&a, kBfloat16, u(of_rhs), u(of.rhs_k_first ? of.k : of.n), of_rhs) == 0 &&
+            lib_.matrix(&b, kBfloat16, u(of_lhs), u(of.lhs_k_first ? of.k : of.m), of_lhs) == 0 &&
+            lib_.matrix(&d, type, u(of.n), u(of.m), of.ldo) == 0 && set(kPointerMode, kOnDevice) &&
+            set(kTransA, of.rhs_k_first ? 0 : kTransposed) &&
+            set(kTransB, of.lhs_k_first ? kTransposed : 0);
+  if (of.bias != nullptr)
+    ok = ok && set(kEpilogue, kWithBias) && set(kBiasType, kBfloat16) &&
+         lib_.set(product, kBias, &of.bias, sizeof of.bias) == 0;
+  if (!ok) return Status::unsupported;
+  int device = 0;
+  cudaGetDevice(&device);
+  const auto bit = [](bool is, int at) { return int64_t{is} << at; };
+  const std::array<int64_t, 6> key{of.m,
+                                   of.n,
+                                   of.k,
+                                   of.ldo,
+                                   device,
+                                   bit(of.lhs_k_first, 0) | bit(of.rhs_k_first, 1) |
+                                       bit(type == 0, 2) | bit(of.bias != nullptr, 3) |
+                                       bit(of.accumulate, 4)};
+  const std::lock_guard lock(known_ones.mutex);
+  Handle& own = known_ones.handles[device];
+  if (own == nullptr && lib_.create(&own) != 0) return Status::unsupported;
+  handle = own;
+  const auto at = known_ones.found.find(key);
+  if (at != known_ones.found.end()) {
+    found = at->second;
+  } else {
+    Object wanted = nullptr;
+    int count = 0;
+    const uint64_t most = kWorkspace;
+    found.state = 1;
+    if (lib_.preference(&wanted) == 0) {
+      if (lib_.prefer(wanted, kMostWorkspace, &most, sizeof most) != 0 ||
+          lib_.find(handle, product, a, b, d, d, wanted, 1, &found, &count) != 0 || count == 0)
+        found.state = 1;
+      lib_.drop_preference(wanted);
+    }
+    known_ones.found.emplace(key, found);
+  }
+  return found.state == 0 ? Status::ok : Status::unsupported;
+}
+
 __global__ void nvfp4_factors(const float* lhs, const float* rhs, float* factors, bool accumulate) {
   tile::let_dependents_start();
   tile::await_predecessors();
@@ -109,77 +177,18 @@ __global__ void nvfp4_factors(const float* lhs, const float* rhs, float* factors
 
 }  // namespace
 
+Status nvfp4_multiplies(const Nvfp4MultiplyArgs& a) { return Call().describe(a); }
+
 int64_t nvfp4_multiply_workspace() { return static_cast<int64_t>(kFactors + kWorkspace); }
 
 Status nvfp4_multiply(const Nvfp4MultiplyArgs& a) {
-  static const Library lib;
-  static Known known_ones;
   if (a.m < 1 || a.n < 1 || a.k < 1 || a.lhs == nullptr || a.rhs == nullptr || a.out == nullptr ||
       a.ldo < a.n || a.execution.workspace == nullptr ||
       a.execution.workspace_bytes < nvfp4_multiply_workspace())
     return Status::bad_argument;
-  // Every row starts at whole 16 bytes.
-  const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
-  const int64_t of_lhs = a.lhs_k_first ? a.m : a.k, of_rhs = a.rhs_k_first ? a.n : a.k;
-  if (!lib.there || of_lhs % 8 != 0 || of_rhs % 8 != 0 || a.ldo % 8 != 0 || !whole(a.lhs) ||
-      !whole(a.rhs) || !whole(a.out))
-    return Status::unsupported;
-  if (a.out_dtype == DType::f16 ||
-      (a.bias != nullptr && (a.out_dtype != DType::bf16 || a.bias_dtype != DType::bf16)))
-    return Status::unsupported;
-  // Of matrices whose columns are contiguous: D^T [n, m] = rhs [n, k] lhs^T [k, m].
-  Call call(lib);
-  const int type = a.out_dtype == DType::f32 ? kFloat32 : kBfloat16;
-  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
-  bool ok = lib.product(&call.product, kCompute32, kFloat32) == 0 &&
-            lib.matrix(&call.a, kBfloat16, u(of_rhs), u(a.rhs_k_first ? a.k : a.n), of_rhs) == 0 &&
-            lib.matrix(&call.b, kBfloat16, u(of_lhs), u(a.lhs_k_first ? a.k : a.m), of_lhs) == 0 &&
-            lib.matrix(&call.d, type, u(a.n), u(a.m), a.ldo) == 0 &&
-            call.set(kPointerMode, kOnDevice) &&
-            call.set(kTransA, a.rhs_k_first ? 0 : kTransposed) &&
-            call.set(kTransB, a.lhs_k_first ? kTransposed : 0);
-  if (a.bias != nullptr)
-    ok = ok && call.set(kEpilogue, kWithBias) && call.set(kBiasType, kBfloat16) &&
-         lib.set(call.product, kBias, &a.bias, sizeof a.bias) == 0;
-  if (!ok) return Status::unsupported;
-  int device = 0;
-  cudaGetDevice(&device);
-  const auto bit = [](bool is, int at) { return int64_t{is} << at; };
-  const std::array<int64_t, 6> key{a.m,
-                                   a.n,
-                                   a.k,
-                                   a.ldo,
-                                   device,
-                                   bit(a.lhs_k_first, 0) | bit(a.rhs_k_first, 1) |
-                                       bit(type == 0, 2) | bit(a.bias != nullptr, 3) |
-                                       bit(a.accumulate, 4)};
-  Handle handle = nullptr;
-  Found found{};
-  {
-    const std::lock_guard lock(known_ones.mutex);
-    Handle& own = known_ones.handles[device];
-    if (own == nullptr && lib.create(&own) != 0) return Status::unsupported;
-    handle = own;
-    const auto at = known_ones.found.find(key);
-    if (at != known_ones.found.end()) {
-      found = at->second;
-    } else {
-      Object wanted = nullptr;
-      int count = 0;
-      const uint64_t most = kWorkspace;
-      found.state = 1;
-      if (lib.preference(&wanted) == 0) {
-        if (lib.prefer(wanted, kMostWorkspace, &most, sizeof most) != 0 ||
-            lib.find(handle, call.product, call.a, call.b, call.d, call.d, wanted, 1, &found,
-                     &count) != 0 ||
-            count == 0)
-          found.state = 1;
-        lib.drop_preference(wanted);
-      }
-      known_ones.found.emplace(key, found);
-    }
-  }
-  if (found.state != 0) return Status::unsupported;
+  Call call;
+  const Status described = call.describe(a);
+  if (described != Status::ok) return described;
   auto* const factors = static_cast<float*>(a.execution.workspace);
   uint8_t* const room = static_cast<uint8_t*>(a.execution.workspace) + kFactors;
   if (!a.has_factors) {
@@ -187,9 +196,9 @@ Status nvfp4_multiply(const Nvfp4MultiplyArgs& a) {
                                        a.of_lhs, a.of_rhs, factors, a.accumulate);
     if (status != Status::ok) return status;
   }
-  const int failed =
-      lib.multiply(handle, call.product, factors, a.rhs, call.a, a.lhs, call.b, factors + 1, a.out,
-                   call.d, a.out, call.d, found.algorithm, room, kWorkspace, a.execution.stream);
+  const int failed = library().multiply(call.handle, call.product, factors, a.rhs, call.a, a.lhs,
+                                        call.b, factors + 1, a.out, call.d, a.out, call.d,
+                                        call.found.algorithm, room, kWorkspace, a.execution.stream);
   return failed == 0 ? Status::ok : Status::unsupported;
 }
 

@@ -3,7 +3,7 @@ kernels on the same bytes, as sequences (sequence.py) with what only they read i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +19,13 @@ from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.layer import (
     Buffers,
     Gradients,
-    Inputs,
     LayerKernel,
     LayerPlan,
     LayerProblem,
     Product,
     Saved,
 )
-from te_mx.dispatch.linear import Into, Part, Weight
+from te_mx.dispatch.linear import Into, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import is_stochastic
@@ -83,8 +82,9 @@ def _kept(p: LayerProblem) -> _Kept:
 
 
 def _given(name: str, spec: str, rows: int, k: int) -> At:
-    """The operand of a weight that was made before."""
-    return At(Place(name), Place(f"{name}_beside"), spec, rows, k)
+    """The operand of a weight that was made before; values have their tensor scale beside."""
+    beside = Place(f"{name}_beside")
+    return At(Place(name), beside, spec, rows, k, beside)
 
 
 def _weight(name: str, product: Product) -> Source:
@@ -114,10 +114,13 @@ class _Builder:
 
     def __init__(self, p: LayerProblem) -> None:
         for spec in (*p.formats.x, *p.formats.w, *p.formats.g):
-            if not spec_of(spec).layout.name.startswith("sm90"):
+            fmt, layout = spec_of(spec)
+            if not (layout.name.startswith("sm90") or fmt.tensor_scaled):
                 raise Unfit  # a product packs it first
         self.p, self.device, self.kept = p, p.device, _kept(p)
         self.how = p.formats.precision, p.formats.spread
+        # Of the output gradient, where no quantizer adds up what it reads.
+        self.sums_apart = spec_of(p.formats.g[0]).format.tensor_scaled
         self.kernels: list[str] = []
 
     # ------------------------------------------------------------------------------------- forward
@@ -229,7 +232,7 @@ class _Builder:
         source = Source(Place("g"), p.m, last.n, g_dtype, "g_stride")
         through = p.need_dx if second is None else True
         to = self._gradient(temp, last, through, into[-1], number)
-        sums = self._sums(temp, f"db{number}", last)
+        sums = None if self.sums_apart else self._sums(temp, f"db{number}", last)
         g = steps.reads(source, formats.g_rule, to, sums, self._seed("seed1"))
         w = self._columns(steps, number, last) if through else ([], None)
         steps.together(w[0], g)
@@ -238,12 +241,14 @@ class _Builder:
             to_h = self._gradient(temp, first, p.need_dx, into[0], 1)
             back = self._columns(steps, 1, first) if p.need_dx else ([], None)
             spare = self._through(steps, to[0], w[1], to_h, back[0])
-            self._wgrad(steps, to[1], 1, into[1])
+            self._wgrad(steps, to[1], 1, into[1], None)
             to, w = to_h, back
         if p.need_dx:
             assert to[0] is not None and w[1] is not None
             self._dgrad(steps, to[0], w[1], apart, spare)
-        self._wgrad(steps, to[1], 0, into[0])
+            if self.sums_apart:  # dgrad has read what it lies over
+                spare = Source(to[0].codes, to[0].rows, to[0].k, torch.bfloat16).over()
+        self._wgrad(steps, to[1], 0, into[0], spare)
         return steps.made(), temp.size
 
     def _gradient(
@@ -349,12 +354,14 @@ class _Builder:
             fields["mean"] = self.kept.mean
         steps.add("normalize_backward", ("NormGradArgs", fields))
 
-    def _wgrad(self, steps: Steps, g: At | None, i: int, into: torch.dtype | None) -> None:
+    def _wgrad(
+        self, steps: Steps, g: At | None, i: int, into: torch.dtype | None, spare: Room | None
+    ) -> None:
         x = self.kept.inputs[i]
         if g is None or x is None or into is None:
             return
         name = f"dw{i + 1}"
-        steps.gemm(g, x, Place(name), into, self.how, accumulate=Place(f"{name}_add"))
+        steps.gemm(g, x, Place(name), into, self.how, spare, accumulate=Place(f"{name}_add"))
 
 
 class Plan(LayerPlan):
@@ -368,9 +375,24 @@ class Plan(LayerPlan):
         self.products = (p.first,) if p.second is None else (p.first, p.second)
         self.n = self.products[-1].n
         self._backward: dict[tuple[Any, ...], tuple[Any, int] | None] = {}
-        self.summed = [one.bias for one in self.products]
+        self.ran = tuple([
+            (i, gemm, kernel)
+            for i, (one, kernel) in enumerate(zip(self.products, self.kernels, strict=True))
+            for gemm, runs in ((1, i or p.need_dx), (2, one.need_dw)) if runs
+        ])  # fmt: skip
+        k, second, summed = p.first.k, p.second, p.first.bias
         if p.act is not None and p.act.gelu_form is not None:
-            self.summed[0] = _F32  # by a GEMM
+            summed = _F32  # by a GEMM
+        self.casts = summed is not p.first.bias
+        # Shapes and dtypes of what backward makes of weights and biases.
+        sums = self.builder.sums_apart
+        self.outputs: list[Any] = [
+            ((2, k), p.norm_dtype) if p.need_dx and p.norm is not None else None,
+            ((p.first.n, k), p.first.dtype) if p.first.need_dw else None,
+            ((second.n, second.k), second.dtype) if second and second.need_dw else None,
+            (p.first.n, summed) if p.first.need_db and not sums else None,
+            (second.n, second.bias) if second and second.need_db and not sums else None,
+        ]
         # That of the usual call, so that what native code does not take is known before forward.
         self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
         if self._back(p.dtype, self.usual, p.return_z) is None:
@@ -389,99 +411,97 @@ class Plan(LayerPlan):
             self._backward[key] = found
         return found
 
-    def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        x, norm_weight, norm_bias, weights, biases = given
+    def forward(
+        self, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        weights: Sequence[tuple[Tensor | None, Tensor | None]], b1: Tensor | None,
+        b2: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         device, p, room = self.device, self.problem, self.room
         y = torch.empty((*x.shape[:-1], self.n), dtype=p.dtype, device=device)
         z = torch.empty(x.shape, dtype=p.dtype, device=device) if p.return_z else None
         columns = torch.empty(room.columns, dtype=_U8, device=device)
         others = torch.empty(room.others, dtype=_U8, device=device) if room.others else None
         work = torch.empty(self.work, dtype=_U8, device=device)
-        x, x_stride = _rows(x, p.first.k)
-        w, _alive = _addresses(
-            [one.row if isinstance(one, Weight) else (one, None) for one in weights]
-        )
-        b = [None if one is None else one.contiguous() for one in biases]
-        b1, b2 = (0 if one is None else one.data_ptr() for one in b)
+        first, second = weights
         status = self.sequence.run(
-            binding.stream(device.index), work.data_ptr(), columns.data_ptr(),
-            0 if others is None else others.data_ptr(), y.data_ptr(),
-            0 if z is None else z.data_ptr(), x.data_ptr(), x_stride,
-            0 if norm_weight is None else norm_weight.data_ptr(),
-            0 if norm_bias is None else norm_bias.data_ptr(), *w, b1, b2,
+            binding.stream(device.index), work, columns, others, y, z, *_rows(x, p.first.k),
+            norm_weight, norm_bias, *_weight_at(*first), *_weight_at(*second),
+            None if b1 is None else b1.contiguous(), None if b2 is None else b2.contiguous(),
         )  # fmt: skip
         if status:
             _did_not_start(status)
         return y, z, columns, others
 
     def backward(
-        self, g: Tensor, given: tuple[Tensor | None, torch.Size, Tensor | None], kept: Buffers,
-        weights: Sequence[Tensor | None], into: tuple[Into | None, ...], seeds: list[Tensor],
+        self, g: Tensor, x: Tensor | None, shape: torch.Size, norm_weight: Tensor | None,
+        kept: Buffers, weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: Any,
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        p, device, products = self.problem, self.device, self.products
-        wanted = self.usual
-        if any(into):
-            wanted = tuple([
-                dtype if to is None else None if to.out is None else to.out.dtype
-                for dtype, to in zip(wanted, into, strict=True)
-            ])  # fmt: skip
+        p, device, outputs, wanted = self.problem, self.device, self.outputs, self.usual
+        adds, views = [0, 0], None
+        if apart or into[0] is not None or into[1] is not None:
+            wanted, outputs, adds, views = self._routed(into, apart)
         made = self._back(g.dtype, wanted, apart)
-        if made is None:
+        if made is None or outputs is None:
             return None
-        x, shape, norm_weight = given
         g, g_stride = _rows(g, self.n)
-        w, _alive = _addresses(zip(weights[::2], weights[1::2], strict=True))
-        work = torch.empty(made[1], dtype=_U8, device=device)
-        dx = norm = None
-        x_at = x_stride = scale_at = norm_at = 0
-        if x is not None and norm_weight is not None:
-            x, x_stride = _rows(x, p.first.k)
-            x_at, scale_at = x.data_ptr(), norm_weight.data_ptr()
+        norm, dw1, dw2, db1, db2 = [
+            of if type(of) is not tuple
+            else torch.empty(of[0], dtype=of[1], device=device)
+            for of in outputs
+        ]  # fmt: skip
+        work, dx = torch.empty(made[1], dtype=_U8, device=device), None
         if p.need_dx:
-            dtype = p.dtype if apart else p.x_dtype
-            if apart:
-                shape = torch.Size((p.m, p.first.k))
-            dx = torch.empty(shape, dtype=dtype, device=device)
-            if p.norm is not None and not apart:
-                norm = torch.empty((2, p.first.k), dtype=p.norm_dtype, device=device)
-                norm_at = norm.data_ptr()
-        dws: list[Any] = []
-        dbs: list[Tensor | None] = []
-        places: list[int] = []
-        db_places: list[int] = []
-        for i, (one, to) in enumerate(zip(products, into, strict=True)):
-            dw: Any = None
-            at = add = 0
-            if one.need_dw and to is not None and to.out is None:
-                room = Room("dw")
-                where = room.operand(p.formats.g[1], one.n, p.m)
-                left = torch.empty(room.size, dtype=_U8, device=device)
-                dw, at = _view(left, where), left.data_ptr()
-            elif one.need_dw:
-                if to is None:
-                    dw = torch.empty((one.n, one.k), dtype=one.dtype, device=device)
-                else:
-                    dw, add = to.out, int(to.accumulate)
-                    if not dw.is_inference():
-                        torch.autograd.graph.increment_version(dw)
-                at = dw.data_ptr()
-            places += (at, add)
-            dws.append(dw)
-            db = torch.empty(one.n, dtype=self.summed[i], device=device) if one.need_db else None
-            dbs.append(db)
-            db_places.append(0 if db is None else db.data_ptr())
-        if len(dws) == 1:
-            places += 0, 0
+            dx_shape, dtype = ((p.m, p.first.k), p.dtype) if apart else (shape, p.x_dtype)
+            dx = torch.empty(dx_shape, dtype=dtype, device=device)
+        w1, beside1, w2, beside2 = weights
         status = made[0].run(
-            binding.stream(device.index), work.data_ptr(), kept[0].data_ptr(),
-            0 if kept[1] is None else kept[1].data_ptr(), g.data_ptr(), g_stride, x_at, x_stride,
-            scale_at, seeds[0].data_ptr() if seeds else 0, seeds[-1].data_ptr() if seeds else 0,
-            *w, 0 if dx is None else dx.data_ptr(), norm_at, *places, db_places[0], db_places[-1],
+            binding.stream(device.index), work, *kept, g, g_stride,
+            *((None, 0) if x is None else _rows(x, p.first.k)), norm_weight,
+            seeds[0] if seeds else None, seeds[-1] if seeds else None,
+            *_weight_at(w1, beside1), *_weight_at(w2, beside2), dx, norm, dw1, adds[0], dw2,
+            adds[1], db1, db1 if p.second is None else db2,
         )  # fmt: skip
         if status:
             _did_not_start(status)
-        return Gradients(dx, norm, tuple(dws), tuple(dbs))
+        if views is not None:
+            dw1, dw2 = (
+                one if at is None else _view(one, at)
+                for one, at in zip((dw1, dw2), views, strict=True)
+            )
+            for to in into:
+                if to is not None and to.out is not None and not to.out.is_inference():
+                    torch.autograd.graph.increment_version(to.out)
+        if self.casts and db1 is not None:
+            db1 = db1.to(p.first.bias)
+        if self.builder.sums_apart and self.products[-1].need_db:
+            db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.products[-1].bias)
+            db1, db2 = (db, None) if p.second is None else (None, db)
+        return dx, norm, (dw1, dw2), (db1, db2)
+
+    def _routed(
+        self, into: Sequence[Into | None], apart: bool
+    ) -> tuple[tuple[Any, ...], Any, list[int], list[At | None]]:
+        """Where weight gradients go elsewhere: the dtypes that they are written in, what is made
+        (tensors that are there already; None where native code does not write them), whether they
+        are added, and where columns that are left lie."""
+        p, wanted, outputs, adds = self.problem, [*self.usual], [*self.outputs], [0, 0]
+        views: list[At | None] = [None, None]
+        outputs[0] = None if apart else outputs[0]
+        for i, one in enumerate(self.products):
+            to = into[i]
+            if to is None or not one.need_dw:
+                continue
+            if to.out is None:
+                room = Room("dw")
+                views[i] = room.operand(p.formats.g[1], one.n, p.m)
+                wanted[i], outputs[1 + i] = None, (room.size, _U8)
+                continue
+            out, adds[i] = to.out, int(to.accumulate)
+            wanted[i], outputs[1 + i] = out.dtype, out
+            if self.builder.sums_apart and out.data_ptr() % _ALIGNMENT:
+                return self.usual, None, adds, views
+        return tuple(wanted), outputs, adds, views
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
@@ -501,6 +521,8 @@ class Plan(LayerPlan):
     def given_columns(self, i: int, part: Part) -> Operand:
         one, (codes, scales) = self.products[i], part
         assert scales is not None
+        if self.builder.sums_apart:
+            return Operand(codes, codes.new_empty(0), self.w[1], one.k, one.n, None, scales)
         return Operand(codes, scales, self.w[1], one.k, one.n)
 
     def as_saved(self, kept: Sequence[Tensor | None]) -> list[Any]:
@@ -515,7 +537,10 @@ class Plan(LayerPlan):
                 codes = made[2 + 2 * i]
                 assert codes is not None
                 operand = self.given_columns(i, (codes, scales)).checked("the weight")
-                made[2 + 2 * i : 4 + 2 * i] = operand.codes, operand.scales
+                whole = operand.tensor_scale
+                made[2 + 2 * i : 4 + 2 * i] = (
+                    operand.codes, operand.scales if whole is None else whole
+                )  # fmt: skip
         return made
 
 
@@ -528,22 +553,12 @@ def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
     return x_MK, x_MK.stride(0)
 
 
-def _addresses(
-    weights: Iterable[tuple[Tensor | None, Tensor | None]],
-) -> tuple[list[int], list[Tensor]]:
-    """Two arguments of every weight, and what must live until the call is enqueued. weights: codes
-    and scales, or values and None."""
-    found: list[int] = []
-    alive: list[Tensor] = []
-    for weight, scales in weights:
-        if weight is None:
-            found += 0, 0
-        elif scales is not None:
-            found += weight.data_ptr(), scales.data_ptr()
-        else:
-            alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
-            found += alive[-1].data_ptr(), alive[-1].stride(0)
-    return (found if len(found) == 4 else [*found, 0, 0]), alive
+def _weight_at(weight: Tensor | None, scales: Tensor | None) -> tuple[Any, Any]:
+    """Two arguments of a weight: values and how far apart their rows are, or codes and scales."""
+    if weight is None or scales is not None:
+        return weight, scales
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    return weight, weight.stride(0)
 
 
 def _values(kept: Tensor, at: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -556,9 +571,13 @@ def _values(kept: Tensor, at: Place, shape: tuple[int, ...], dtype: torch.dtype)
 def _view(buffer: Tensor, at: At) -> Operand:
     """An operand where it lies in a buffer."""
     fmt, layout = spec_of(at.spec)
-    (_, shape), ld = layout.shapes(fmt, at.rows, at.k), (at.k + 15) & -16
-    codes = _values(buffer, at.codes, (at.rows, ld), _U8)
+    (lies, shape), ld = layout.shapes(fmt, at.rows, at.k), (at.k + 15) & -16
     scales = _values(buffer, at.scales, shape, layout.scales_dtype(fmt))
+    if at.whole is not None:
+        codes = _values(buffer, at.codes, lies, _U8)
+        whole = _values(buffer, at.whole, fmt.tensor_scale_shape(at.rows), _F32)
+        return Operand(codes, scales, at.spec, at.rows, at.k, None, whole)
+    codes = _values(buffer, at.codes, (at.rows, ld), _U8)
     return Operand(codes[:, : at.k], scales, at.spec, at.rows, at.k)
 
 

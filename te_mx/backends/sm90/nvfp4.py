@@ -281,9 +281,8 @@ class Values(_Sized):
 
     def __init__(self, p: Problem) -> None:
         super().__init__(p, 0, p.m, p.n)
-        self.record.ldo, self.record.square = p.n, _tall(p.lhs)
-        layout = spec_of(p.lhs).layout
-        self.plain, self.record.k_first = layout is not SM90_NVFP4, layout.k_first
+        self.record = self.record.copy(**values_fields(p.lhs, p.m, p.n))
+        self.plain = spec_of(p.lhs).layout is not SM90_NVFP4
 
     def __call__(
         self, operand: Operand, dtype: torch.dtype, into: Tensor | None = None
@@ -481,25 +480,43 @@ def _is_there(row: Operand | Stack) -> Tensor:
     ).any(-1)  # fmt: skip
 
 
+def quantizer_fields(
+    row: str, col: str, rows: int, cols: int, dtype: torch.dtype
+) -> tuple[dict[str, Any], int]:
+    """What a record says of matrices of one size and dtype, and the words of its scratch memory."""
+    fields: dict[str, Any] = {
+        "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype], "square": _tall(row or col)
+    }  # fmt: skip
+    words = 0
+    for side, spec, many in (("row", row, rows), ("col", col, cols)):
+        fmt = spec_of(spec).format if spec else None
+        by_rows = fmt is not None and fmt.tensor_scale_shape(1) != ()
+        words += many if by_rows else 1
+        fields[f"{side}_scale_rows"] = by_rows
+        if fmt is not None and fmt.transform is not None:
+            fields[f"{side}_transforms"] = True
+            fields[f"{side}_signs"] = fmt.transform.signs
+    return fields, words
+
+
+def values_fields(spec: str, rows: int, k: int) -> dict[str, Any]:
+    """What a record says of an operand whose values are made."""
+    return {
+        "n": rows,
+        "k": k,
+        "ldo": k,
+        "square": _tall(spec),
+        "k_first": spec_of(spec).layout.k_first,
+    }
+
+
 class Quantizer:
     """Matrices of one size, rows and columns from one read."""
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index, self.problem = binding.native(), p.place.index, p
-        fields: dict[str, Any] = {"square": _tall(p.lhs or p.rhs)}
-        words = 0
-        for side, spec, rows in (("row", p.lhs, p.m), ("col", p.rhs, p.n)):
-            fmt = spec_of(spec).format if spec else None
-            by_rows = fmt is not None and fmt.tensor_scale_shape(1) != ()
-            words += rows if by_rows else 1
-            fields[f"{side}_scale_rows"] = by_rows
-            if fmt is not None and fmt.transform is not None:
-                fields[f"{side}_transforms"] = True
-                fields[f"{side}_signs"] = fmt.transform.signs
-        self.words = words
-        self.record = self.native.Nvfp4QuantizeArgs(
-            x_rows=p.m, x_cols=p.n, x_dtype=FLOAT_DTYPES[p.dtype], device=self.index, **fields
-        )
+        fields, self.words = quantizer_fields(p.lhs, p.rhs, p.m, p.n, p.dtype)
+        self.record = self.native.Nvfp4QuantizeArgs(device=self.index, **fields)
 
     def __call__(self, what: Quantize) -> Quantized | None:
         x, m, n = what.x, self.problem.m, self.problem.n

@@ -10,13 +10,14 @@ import torch
 
 from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS, format_fields
 from te_mx.backends.native import fields_to, words_of
-from te_mx.backends.sm90 import binding, blockwise
+from te_mx.backends.sm90 import binding, blockwise, nvfp4
 from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.backends.sm90.layouts import SM90_VALUES
 from te_mx.backends.sm90.quantize import sums_too
 from te_mx.dispatch.registry import pick
 from te_mx.layouts import spec_of
 
-QUANTIZERS = "sm90", "sm90_random", blockwise.NAME
+QUANTIZERS = "sm90", "sm90_random", blockwise.NAME, nvfp4.PRODUCT
 AT_ONCE = "sm90", blockwise.NAME  # of which two matrices go in one call
 _APART = 256  # bytes between things in one buffer
 
@@ -33,13 +34,14 @@ class Place(NamedTuple):
 
 
 class At(NamedTuple):
-    """An operand [rows, k] in a buffer, or two tensors."""
+    """An operand [rows, k] in a buffer, or two tensors. whole: its tensor scale."""
 
     codes: Place
     scales: Place
     spec: str
     rows: int
     k: int
+    whole: Place | None = None
 
 
 class Room:
@@ -62,9 +64,12 @@ class Room:
 
     def operand(self, spec: str, rows: int, k: int) -> At:
         fmt, layout = spec_of(spec)
-        (_, scales), dtype = layout.shapes(fmt, rows, k), layout.scales_dtype(fmt)
-        codes = self.take(rows * ((k + 15) & -16))
-        return At(codes, self.take(math.prod(scales) * dtype.itemsize), spec, rows, k)
+        (shape, scales), dtype = layout.shapes(fmt, rows, k), layout.scales_dtype(fmt)
+        codes = self.take(math.prod(shape) if fmt.tensor_scaled else rows * ((k + 15) & -16))
+        at = At(codes, self.take(math.prod(scales) * dtype.itemsize), spec, rows, k)
+        if not fmt.tensor_scaled:
+            return at
+        return at._replace(whole=self.take(4 * math.prod(fmt.tensor_scale_shape(rows))))
 
 
 class Source(NamedTuple):
@@ -96,6 +101,7 @@ class Sums(NamedTuple):
 
 
 Fields = dict[str, Any]
+CALLS = {"QuantizeArgs": "quantize", "Nvfp4QuantizeArgs": "nvfp4_quantize"}
 
 
 class Steps:
@@ -106,6 +112,7 @@ class Steps:
         self._numbers = {name: i for i, name in enumerate(arguments)}
         self._steps: list[tuple[str, tuple[Any, ...], list[tuple[int, str, int, int]]]] = []
         self.native = binding.native()
+        self._scratch: Place | None = None  # of products of NVFP4, one after the other
 
     def made(self) -> Any:
         """The sequence."""
@@ -154,18 +161,28 @@ class Steps:
             "x_data": at, "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype],
             "x_row_stride": Place(stride) if stride else cols,
         }  # fmt: skip
-        fields |= target(made[0], made[1], rule, to, sums)
         if seed is not None:
             fields["seed"] = seed
-        return "QuantizeArgs", fields
+        if made[2] != nvfp4.PRODUCT:
+            return "QuantizeArgs", fields | target(made[0], made[1], rule, to, sums)
+        known, words = nvfp4.quantizer_fields(made[0], made[1], rows, cols, dtype)
+        fields |= known | {"amax": self.temp.take(4 * words)}
+        for side, where in zip(("row", "col"), to, strict=True):
+            if where is not None:
+                layout = spec_of(where.spec).layout
+                fields |= {
+                    f"{side}_codes": where.codes, f"{side}_scale": where.whole,
+                    f"{side}_scales": 0 if layout in SM90_VALUES else where.scales,
+                    f"{side}_k_first": layout.k_first,
+                }  # fmt: skip
+        return "Nvfp4QuantizeArgs", fields
 
     def quantize(
         self, source: Source, rule: str, to: tuple[At | None, At | None], sums: Sums | None = None,
         seed: Place | None = None,
     ) -> None:  # fmt: skip
         """A matrix to operands, and its sums with the first read."""
-        for record in self.reads(source, rule, to, sums, seed):
-            self.add("quantize", record[1])
+        self.together(self.reads(source, rule, to, sums, seed), [])
 
     def reads(
         self, source: Source, rule: str, to: tuple[At | None, At | None], sums: Sums | None = None,
@@ -193,20 +210,25 @@ class Steps:
             self.add("quantize_two", first[0][1], second[0][1])
             first, second = first[1:], second[1:]
         for _, record in (*first, *second):
-            self.add("quantize", record)
+            self.add(CALLS[record[0]], record)
 
     # ------------------------------------------------------------------------------------- products
     def gemm(
         self, lhs: At, rhs: At, out: Place, out_dtype: torch.dtype, how: tuple[str, int],
-        **epilogue: Any,
+        spare: Room | None = None, **epilogue: Any,
     ) -> str:  # fmt: skip
         """out [m, n] = epilogue(lhs @ rhs^T), with further fields of the record; how: precision and
-        spread. Returns the name of the kernel."""
+        spread; spare: room that nobody reads any more. Returns the name of the kernel."""
         precision, spread = how
         sizes = lhs.rows, rhs.rows, lhs.k
         kernel = pick(
             "gemm", self.device, lhs.spec, rhs.spec, sizes, out_dtype, precision, "", spread
         )
+        if kernel.name == nvfp4.PRODUCT:
+            self._multiply(lhs, rhs, spare or self.temp, epilogue | {
+                "out": out, "out_dtype": FLOAT_DTYPES[out_dtype]
+            })  # fmt: skip
+            return kernel.name
         aligned = [blockwise.is_aligned(one.spec) for one in (lhs, rhs)]
         fits = kernel.name == ADAPTIVE or (
             kernel.name == blockwise.NAME and aligned[0] == aligned[1]
@@ -230,6 +252,41 @@ class Steps:
             fields |= {"workspace": self.temp.take(nbytes), "workspace_bytes": nbytes}
         self.add("gemm", ("GemmArgs", fields))
         return kernel.name
+
+    def _multiply(self, lhs: At, rhs: At, spare: Room, epilogue: Fields) -> None:
+        """A product of what bf16 holds of both, by cublasLt, where that takes it."""
+        sizes = {"m": lhs.rows, "n": rhs.rows, "k": lhs.k}
+        known = {"out", "out_dtype", "accumulate", "bias", "bias_dtype"}
+        if not known.issuperset(epilogue) or any(size % 8 for size in sizes.values()):
+            raise Unfit
+        fields: Fields = sizes | {"ldo": rhs.rows} | epilogue
+        for side, one in (("lhs", lhs), ("rhs", rhs)):
+            fmt, layout = spec_of(one.spec)
+            if not fmt.tensor_scaled or fmt.tensor_scale_shape(1) != ():
+                raise Unfit
+            values = one.codes
+            if layout not in SM90_VALUES:
+                nbytes = 2 * one.rows * one.k
+                values = (spare if spare.has(nbytes) else self.temp).take(nbytes)
+                made = nvfp4.values_fields(one.spec, one.rows, one.k) | {
+                    "w": one.codes, "w_scales": one.scales, "out": values,
+                    "out_dtype": FLOAT_DTYPES[torch.bfloat16],
+                }  # fmt: skip
+                self.add("nvfp4_from_rows", ("Nvfp4Args", made))
+            fields |= {side: values, f"of_{side}": one.whole, f"{side}_k_first": layout.k_first}
+        if self._scratch is None:
+            self._scratch = self.temp.take(self.native.nvfp4_multiply_workspace())
+        fields |= {
+            "workspace": self._scratch, "workspace_bytes": self.native.nvfp4_multiply_workspace()
+        }  # fmt: skip
+        # What the library takes does not depend on addresses that start at whole 16 bytes.
+        asked = {name: 16 if isinstance(v, Place) else v for name, v in fields.items()}
+        for adds in {False, "accumulate" in fields}:
+            args = self.native.Nvfp4MultiplyArgs(**asked | {"accumulate": adds})
+            args.device = self.device.index
+            if not binding.supported(self.native.nvfp4_multiplies(args)):
+                raise Unfit
+        self.add("nvfp4_multiply", ("Nvfp4MultiplyArgs", fields))
 
 
 def target(

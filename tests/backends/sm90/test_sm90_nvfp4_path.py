@@ -67,7 +67,8 @@ def test_inputs_wait_as_codes():
     with as_on_hopper.hopper(), te_mx.autocast(recipe=NVFP4BlockScaling()):
         y = layer(x.requires_grad_())
     saved = [t for t in y.grad_fn.saved_tensors if t is not None]
-    assert sum(t.nbytes for t in saved if t.dtype == torch.uint8) == x.numel() * 9 // 16
+    beside = sum(t.nbytes for t in saved if t.dtype == torch.uint8) - x.numel() * 9 // 16
+    assert 0 <= beside <= 256  # a tensor scale
 
 
 @pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # no CPU writes these
