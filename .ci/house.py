@@ -16,7 +16,6 @@ SMALL = {
     "te_mx/_ops/stored.py": "an op",
     "te_mx/backends/cpu/cost.py": "measured constants of a device",
     "te_mx/backends/sm90/cost.py": "measured constants of a device",
-    "te_mx/commands/explain.py": "a command",
     "te_mx/distributed/calls.py": "loads the rest of distributed at the first call that needs it",
     "te_mx/formats/mxfp4.py": "a family of formats",
     "te_mx/formats/mxfp6.py": "a family of formats",

@@ -8,9 +8,11 @@ void bind_types(py::module_& m) {
   m.attr("LAYOUTS") = py::dict(arg("k_last") = 0, arg("k_first") = 1, arg("tiles") = 2,
                                arg("group_rows") = 3, arg("group_k") = 4, arg("standing") = 7);
   m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1, arg("e4m3") = 2);
-  m.attr("SCALE_RULES") = py::dict(
-      arg("rceil") = 0, arg("floor") = 1, arg("even") = 2, arg("fp32") = 3, arg("pow2") = 4,
-      arg("te") = 5, arg("torchao") = 6, arg("modelopt") = 7, arg("compressed_tensors") = 8);
+  m.attr("SCALE_RULES") =
+      py::dict(arg("rceil") = 0, arg("floor") = 1, arg("even") = 2, arg("fp32") = 3,
+               arg("pow2") = 4, arg("te") = 5, arg("torchao") = 6, arg("modelopt") = 7,
+               arg("compressed_tensors") = 8, arg("te_4over6") = 9, arg("te_4over6_448") = 10,
+               arg("te_4over6_mse") = 11, arg("te_4over6_mse_448") = 12);
   m.attr("TENSOR_SCALES") = py::dict(arg("all") = 0, arg("rows") = 1, arg("groups") = 2);
 
   // Of mxtile's table, by number.

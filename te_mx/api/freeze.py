@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_mx import formats
 from te_mx.context.region import current_recipe
-from te_mx.dispatch.problem import INVARIANT
+from te_mx.dispatch.problem import ENCODED, INVARIANT
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
 from te_mx.recipe import Settings, resolve_recipe
@@ -255,6 +255,11 @@ def _formats(
             f"{name}: activations={WEIGHT_ONLY!r} multiplies in torch, whose sums depend on the "
             "number of rows, which precision 'invariant' forbids; quantize inputs, or freeze with "
             "another recipe"
+        )
+    if fixed.weight_only and settings.precision == ENCODED:
+        raise ValueError(
+            f"{name}: activations={WEIGHT_ONLY!r} leaves inputs in 16 bits, and precision 'fp8' "
+            "multiplies in FP8; quantize inputs, activations='mxfp8', or freeze with another recipe"
         )
     return made, fixed
 

@@ -26,7 +26,7 @@ from te_mx.api.tensor import MXTensor, _make, check_copies, name_of
 from te_mx.autograd import node
 from te_mx.dispatch.calls import Product
 from te_mx.dispatch.kernels import Plan, derived
-from te_mx.dispatch.problem import INVARIANT
+from te_mx.dispatch.problem import ENCODED, INVARIANT
 from te_mx.dispatch.registry import planned
 from te_mx.dispatch.run import REFERENCE
 from te_mx.formats import Format
@@ -403,7 +403,10 @@ def gemm(
             scales; CPUs are always exact. "adaptive" aligns neighbouring scales and multiplies in
             FP8; "exact" multiplies the exact values in bf16 at about bf16's speed;
             docs/numerics.md has the errors. "invariant": a row of D has the same bits beside any
-            others (docs/invariance.md); not with grad or accumulate.
+            others (docs/invariance.md). "fp8": operands in NVFP4, at least one, are encoded anew
+            in mxfp8_e4m3, which moves an element by at most 1/16 of itself, 3 % in the mean of
+            squares, and multiplied as "adaptive" does, with MX formats or NVFP4. Neither goes with
+            grad or accumulate.
         alignment_spread: for "adaptive", 0 to 8: scales that differ by at most 2^alignment_spread
             are aligned; an element moves by at most 2^(alignment_spread - 17.8) of the largest of
             its block (E4M3).
@@ -422,9 +425,9 @@ def gemm(
 
     Gradients do not flow through this function.
     """
-    if is_one_of(precision, (INVARIANT,)) and (grad is True or accumulate is True):
+    if is_one_of(precision, (INVARIANT, ENCODED)) and (grad is True or accumulate is True):
         raise ValueError(
-            "precision 'invariant' is about rows of forward products, got "
+            f"precision {precision!r} is about rows of forward products, got "
             f"{'grad' if grad is True else 'accumulate'}=True; leave one of them away"
         )
     call = None
@@ -456,10 +459,10 @@ def gemm(
         blas.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
-    if mixed is not None and precision == INVARIANT:
+    if mixed is not None and precision in (INVARIANT, ENCODED):
         raise ValueError(
-            "precision 'invariant' multiplies codes with codes, and got one side that torch is to "
-            "multiply; quantize both to MX formats or blockwise FP8"
+            f"precision {precision!r} multiplies codes with codes, and got one side that torch is "
+            "to multiply; quantize both, to MX formats, or blockwise FP8 (not for 'fp8')"
         )
     if mixed is not None:
         made = mixed_gemm.run(mixed, epilogue, out, out_dtype, aux_dtype)

@@ -61,7 +61,8 @@ SMALL_ROWS = {"nvfp4": 1, "nvfp4_rows": 1, "nvfp4_16x16": 16}
 SCALE_RULES = Words(
     "the scale rule", ValueError,
     {"rceil": 0, "floor": 1, "even": 2, "fp32": 3, "pow2": 4, "te": 5, "torchao": 6,
-     "modelopt": 7, "compressed_tensors": 8},
+     "modelopt": 7, "compressed_tensors": 8, "te_4over6": 9, "te_4over6_448": 10,
+     "te_4over6_mse": 11, "te_4over6_mse_448": 12},
 )  # fmt: skip
 TENSOR_SCALES = {"all": 0, "rows": 1, "groups": 2}  # for what each of an operand is
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).

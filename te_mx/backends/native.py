@@ -40,7 +40,7 @@ _ORDERS = {
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
-WRITERS = ("te", "torchao", "modelopt", "compressed_tensors")  # whose rules NVFP4 has
+WRITERS = formats_of.get("nvfp4").scaling.rules
 RULES = ("rceil", "floor", "fp32", "pow2", "even", *WRITERS)  # likewise
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
 FP4 = ("mxfp4",)  # of 4 bits, likewise

@@ -7,6 +7,7 @@ import argparse
 import te_mx
 from te_mx.commands.candidates import parse_shape
 from te_mx.commands.tune import recipe_of
+from te_mx.recipes.values import PRECISIONS
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--top-k", type=int, help="how many experts a token has, with --experts")
     p.add_argument(
-        "--precision", default="adaptive", choices=("adaptive", "exact", "invariant"),
+        "--precision", default="adaptive", choices=PRECISIONS,
         help="how GPUs multiply (default: adaptive)",
     )  # fmt: skip
 

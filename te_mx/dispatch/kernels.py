@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from te_mx.dispatch.problem import INVARIANT, STREAM_ROWS, Problem
+from te_mx.dispatch.problem import ENCODED, INVARIANT, STREAM_ROWS, Problem
 from te_mx.layouts.operand import Operand, Stack
 
 Plan = Callable[..., Any]
@@ -47,6 +47,7 @@ class Kernel:
     rank: kernels of an op are asked in the order of their ranks.
     configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
     invariant: whether the bits of a row of the product depend on that row of lhs and on rhs alone.
+    encodes: whether operands are encoded anew, which rounds.
     multiplies: by itself; False: by the kernel that is chosen for the GEMM.
     planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`.
     """
@@ -56,6 +57,7 @@ class Kernel:
     rank: int = 0
     configuration: str = ""
     invariant: bool = False
+    encodes: bool = False
     multiplies: bool = True
     planner: type | None = None
 
@@ -68,6 +70,8 @@ class Kernel:
         reason = self.accepts(problem)
         if reason is None and problem.precision == INVARIANT and not self.invariant:
             reason = "may give a row other bits beside other rows; this asks for 'invariant'"
+        if reason is None and problem.precision == ENCODED and not self.encodes:
+            reason = "reads codes as they are; this asks for 'fp8'"
         return reason
 
     def preferred_layouts(self, problem: Problem) -> PreferredLayouts:

@@ -14,6 +14,7 @@ GROUP_ROWS = 8  # or so many for each group
 MANY_ROWS = 1 << 14  # and M up to which some are (frozen_rows)
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
 INVARIANT = "invariant"  # the precision under which a row has the same bits beside any others
+ENCODED = "fp8"  # and that under which NVFP4 is encoded anew in MXFP8, which rounds
 
 
 def whole_vectors(k: int) -> bool:
@@ -89,7 +90,8 @@ class Problem(NamedTuple):
         m, n, k: D[m, n] = lhs[m, k] @ rhs[n, k]^T. Of other ops: m rows, n columns.
         groups: of a grouped problem; 0 otherwise.
         precision: "adaptive" or "exact": how GPUs without block-scaled tensor cores multiply;
-            "invariant": so that a row of D depends on its row of lhs and on rhs alone.
+            "invariant": so that a row of D depends on its row of lhs and on rhs alone; "fp8":
+            NVFP4 is encoded anew in MXFP8.
         ends: where the ends of groups are known: "host", "device", or "" without groups.
         dtype: of what is quantized, or of the result.
         spread: the alignment spread of precision "adaptive".

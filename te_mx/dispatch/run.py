@@ -11,7 +11,7 @@ from torch import Tensor
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.kernels import Kernel, kernels
-from te_mx.dispatch.problem import INVARIANT, Problem, place_of, why_missing
+from te_mx.dispatch.problem import ENCODED, INVARIANT, Problem, place_of, why_missing
 from te_mx.dispatch.registry import choose, pick, planned, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
@@ -47,12 +47,18 @@ def run_on(
 
 def fall_back(kernel: Kernel, problem: Problem, *call: Any) -> Any:
     """The reference, said aloud: it was picked, or native code refuses all the same. Raises
-    RuntimeError where that is a product whose rows are to keep their bits."""
+    RuntimeError where that is a product at a precision that no kernel has."""
     if problem.precision == INVARIANT and not problem.empty and problem.ends != "host":
         raise RuntimeError(
             f"te_mx: no kernel for {problem.op} of {problem.lhs} and {problem.rhs} on "
             f"{problem.place.device} gives a row the same bits beside any others, which precision "
             "'invariant' asks for; te_mx.explain says why each declines"
+        )
+    if problem.precision == ENCODED and not problem.empty and problem.ends != "host":
+        raise RuntimeError(
+            f"te_mx: {problem.op} of {problem.lhs} and {problem.rhs} has no kernel for precision "
+            "'fp8', which encodes NVFP4 anew in MXFP8, for products of NVFP4 with NVFP4 or an MX "
+            "format, not of groups; run it at precision 'adaptive'"
         )
     why = "" if kernel.name == REFERENCE else "the native code does not take this problem"
     _warn(problem, why)

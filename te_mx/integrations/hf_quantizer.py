@@ -21,6 +21,7 @@ quant_method          what te_mx takes; the rest goes to Transformers as before
                       "MIXED_PRECISION" of these
 "quark"               MXFP8, MXFP6 and MXFP4: ``scale_format`` "e8m0" in groups of 32
 "mxfp4"               all: experts in gpt-oss' layout
+"nvfp4"               no files: NVFP4Config quantizes what it loads; saved as "modelopt"
 ====================  ============================================================================
 
 Layers of NVFP4 leave inputs as they are, whatever the checkpoint says of them, which loses less: a
@@ -47,11 +48,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from te_mx import formats
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
+from te_mx.api.quantization_config import quantization_config as say_what_it_holds
 from te_mx.conversion.layers import protected_in
 from te_mx.integrations.checkpoints import METHODS, Plan, plan_of
 from te_mx.integrations.checkpoints.tensors import (
@@ -123,6 +126,7 @@ class TeMxQuantizer(HfQuantizer):
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
         refuse_casts(files, self.plan)
+        _keep_beside(model, files)
         for end in self.plan.ends[1 if self.plan.of_tensor else 2 :]:
             self.number = next(_shapes_in(files, f"weight{end}"), self.number)
         self._refuse_protected(model, files)
@@ -237,6 +241,70 @@ class TeMxQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
 
+class OnTheFly(TeMxQuantizer):
+    """Quantizes the values that are loaded, where Transformers' NVFP4Config asks for that."""
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        HfQuantizer.__init__(self, quantization_config, **kwargs)
+        if self.pre_quantized:
+            raise ValueError("NVFP4Config is for values; no files hold codes of quant_method 'nvfp4'")
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """As of a model that is not quantized."""
+        return HfQuantizer.get_new_dtype(self, converter, param, dtype)
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+        """Those of values."""
+        return weight_conversions
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        pass
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config: Any = self.quantization_config
+        kept = self.get_modules_to_not_convert(
+            model, config.modules_to_not_convert, model._keep_in_fp32_modules
+        )
+        convert_model(model, filter_fn=lambda _, name: should_convert_module(name, kept))
+        freeze_weights(model, drop_master=True, fmt="nvfp4", activations="bf16")
+        say_what_it_holds(model, "modelopt")
+        return model
+
+
+_ON_THE_FLY = {"nvfp4": OnTheFly}
+# Beside codes in files: scales of a cache, which are kept for them, and what changes values.
+_OF_CACHES = ("k_scale", "v_scale", "q_scale")
+_CHANGES = {
+    "weight_g_idx": "an order of columns (actorder)", "pre_quant_scale": "a factor of inputs (AWQ)",
+    "weight_zero_point": "zero points",
+}  # fmt: skip
+
+
+def _keep_beside(model: Any, files: Any) -> None:
+    """Give modules buffers for the scales of caches in files, so that they are saved again. Raises
+    ValueError for what te_mx does not multiply with."""
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                head, _, last = name.rpartition(".")
+                if last in _CHANGES:
+                    raise ValueError(
+                        f"{name}: te_mx does not read codes with {_CHANGES[last]}; export the "
+                        "checkpoint without, or dequantize it with the tool that wrote it"
+                    )
+                try:
+                    module = model.get_submodule(head) if last in _OF_CACHES else None
+                except AttributeError:
+                    continue  # Transformers says that it leaves the tensor out
+                if module is not None and not hasattr(module, last):
+                    given = file.get_tensor(name)
+                    module.register_buffer(last, torch.empty_like(given, device="meta"))
+
+
 def _names_in(files: Any) -> set[str]:
     """The names of all tensors in these safetensors files."""
     names: set[str] = set()
@@ -282,6 +350,10 @@ def convert_scales_too(model: Any, fields: dict[str, Any]) -> None:
 def register() -> None:
     """Have from_pretrained give te_mx layers for the checkpoints listed above, until `unregister`.
     A second call changes nothing."""
+    for method, chosen in _ON_THE_FLY.items():
+        if method in _QUANTIZERS and method not in _before:
+            _before[method] = _CONFIGS[method], _QUANTIZERS[method]
+            _QUANTIZERS[method] = chosen
     for method in METHODS:
         if method in _before:
             continue

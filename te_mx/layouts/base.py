@@ -162,7 +162,7 @@ class Layout:
         """The same of tokens of so many groups."""
         rows, k = operand.rows, operand.k
         shapes = self.grouped_shapes(fmt, rows, k, groups)
-        wholes = (groups,), *_whole_shapes(fmt, rows)
+        wholes = (groups,), *whole_shapes(fmt, rows)
         return self._checked(operand, fmt, name, shapes, (rows, k), wholes)
 
     def checked_stack(self, stack: Any, fmt: Format, name: str) -> Any:
@@ -170,7 +170,7 @@ class Layout:
         one = self.shapes(fmt, stack.rows, stack.k)
         shapes = (stack.groups, *one[0]), (stack.groups, *one[1])
         sizes = stack.groups, stack.rows, stack.k
-        wholes = tuple([(stack.groups, *one) for one in _whole_shapes(fmt, stack.rows)])
+        wholes = tuple([(stack.groups, *one) for one in whole_shapes(fmt, stack.rows)])
         return self._checked(stack, fmt, name, shapes, sizes, wholes)
 
     def _checked(
@@ -195,7 +195,7 @@ class Layout:
                 f"{name}: codes are on {codes.device} and scales on {scales.device}; move one"
             )
         if fmt.tensor_scaled or whole is not None:
-            wholes = wholes or _whole_shapes(fmt, sizes[0])
+            wholes = wholes or whole_shapes(fmt, sizes[0])
             check_tensor_scale(f"{name}: {fmt.name} {list(sizes)}", fmt, whole, wholes, codes)
         aligned = self.aligned(codes, scales)
         if whole is not None and not whole.is_contiguous():
@@ -224,7 +224,7 @@ class Layout:
         return f"Layout({self.name!r})"
 
 
-def _whole_shapes(fmt: Format, rows: int) -> tuple[Shape, ...]:
+def whole_shapes(fmt: Format, rows: int) -> tuple[Shape, ...]:
     """Shapes that a tensor scale of a matrix may have: parts that were joined have one a row."""
     return tuple(dict.fromkeys((fmt.tensor_scale_shape(rows), (rows, 1))))
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import Format
-from te_mx.layouts.base import Layout, Shape
+from te_mx.layouts.base import Layout, Shape, whole_shapes
 from te_mx.layouts.registry import spec_of
 
-# Shapes of codes and scales, the dtype of these, and how far apart rows of codes start where they
-# are not contiguous, by spec and sizes: what checks ask most.
-_expected: dict[tuple[str, int, int], tuple[Shape, Shape, torch.dtype, int | None]] = {}
+# Shapes of codes and scales, the dtype of these, how far apart rows of codes start where they are
+# not contiguous, and shapes of tensor scales where there are some, by spec and sizes: what checks
+# ask most.
+_Expected = tuple[Shape, Shape, torch.dtype, int | None, tuple[Shape, ...]]
+_expected: dict[tuple[str, int, int], _Expected] = {}
 _MOST_EXPECTED = 4096
 
 
@@ -92,16 +94,24 @@ class Operand(NamedTuple):
             and codes.device == scales.device
             and codes.dtype is torch.uint8
             and scales.dtype is expected[2]
-            and whole is None
+            and (
+                not expected[4]
+                if whole is None
+                else whole.shape in expected[4]
+                and whole.dtype is torch.float32
+                and whole.device == codes.device
+                and whole.is_contiguous()
+            )
         ):
             return self
         fmt, layout = spec_of(spec)
         made = layout.checked(self, fmt, name)
         apart = layout.row_bytes(k)
-        if (layout.scale_dtype is None or apart is not None) and not fmt.tensor_scaled:
+        if layout.scale_dtype is None or apart is not None:
             if len(_expected) >= _MOST_EXPECTED:
                 _expected.clear()
-            known = *layout.shapes(fmt, rows, k), layout.scales_dtype(fmt), apart
+            wholes = whole_shapes(fmt, rows) if fmt.tensor_scaled else ()
+            known = *layout.shapes(fmt, rows, k), layout.scales_dtype(fmt), apart, wholes
             _expected[spec, rows, k] = known
         return made
 

@@ -133,6 +133,8 @@ class MXFP8BlockScaling(Recipe):
             ``2^(alignment_spread - 17.8)`` of the largest of its block (E4M3). ``"exact"``:
             products of the exact values in bf16, at about bf16's speed. ``"invariant"``, on CPUs
             too: a row of a forward has the same bits beside any others (docs/invariance.md).
+            ``"fp8"``: forwards encode NVFP4 anew, weights or inputs, as `te_mx.gemm`, and have
+            to have some.
         alignment_spread: 0 to 8; smaller aligns less, which is more exact and slower.
         margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
         fp8_dpa, fp8_mha: must be False; attention runs in the dtype of its inputs.

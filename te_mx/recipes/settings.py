@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from te_mx import formats
-from te_mx.dispatch.problem import INVARIANT
+from te_mx.dispatch.problem import ENCODED, INVARIANT
 
 _FLAGS = "wgrad_hp", "one_copy", "split_k", "keep_columns"
 
@@ -64,8 +64,8 @@ class Settings(NamedTuple):
 
     @property
     def backward_precision(self) -> str:
-        """That of dgrad and wgrad: "invariant" is about forward."""
-        return "adaptive" if self.precision == INVARIANT else self.precision
+        """That of dgrad and wgrad: "invariant" and "fp8" are about forward."""
+        return "adaptive" if self.precision in (INVARIANT, ENCODED) else self.precision
 
     @property
     def gradient_rule(self) -> str:

@@ -13,7 +13,7 @@ from te_mx.formats.format import every_name
 from te_mx.recipes.settings import ByName, Settings
 from te_mx.runtime.arguments import check_default, check_flag, check_one_of, shown
 
-PRECISIONS = ("adaptive", "exact", "invariant")
+PRECISIONS = ("adaptive", "exact", "invariant", "fp8")
 MAX_SPREAD = 8
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns")

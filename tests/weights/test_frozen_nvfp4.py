@@ -61,6 +61,52 @@ def test_products_and_gradients_of_inputs(fmt, activations):
     assert torch.equal(values, w.dequantize(BF16))
 
 
+def test_encoded_anew_in_fp8():
+    """Of frozen weights and te_mx.gemm, by a bound; whatever else asks for it is told."""
+    torch.manual_seed(0)
+    recipe = te_mx.recipe.MXFP8BlockScaling(precision="fp8")
+    layer = te_mx.LayerNormMLP(96, 64, activation="swiglu", params_dtype=BF16)
+    x = torch.randn(30, 96, dtype=BF16, requires_grad=True)
+    with te_mx.autocast(recipe=recipe), pytest.raises(RuntimeError, match="of NVFP4 with NVFP4"):
+        layer(x)
+    with pytest.raises(ValueError, match="leaves inputs in 16 bits, and precision 'fp8'"):
+        te_mx.freeze_weights(layer, drop_master=True, recipe=recipe, activations="bf16")
+    how = {"fmt": "nvfp4", "activations": "mxfp8"}
+    te_mx.freeze_weights(layer, drop_master=True, recipe=recipe, **how)
+    y = layer(x)
+    y.sum().backward()
+    assert te_mx.audit(layer)["(root).fc2"].fprop == "fp8"
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling()):
+        exactly = layer(x.detach())
+    assert 1e-3 < (y - exactly).norm() / exactly.norm() < 0.06
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+
+    # Rows and blocks far apart, zeros; every element moves by a 16th of itself.
+    w = torch.randn(64, 96) * torch.logspace(-6, 6, 64)[:, None]
+    w[:, :16] *= 2.0**-6
+    w[5] = 0
+    one = te_mx.quantize(torch.eye(96), fmt="mxfp8_e4m3")
+    for fmt in ("nvfp4", "nvfp4_16x16", "nvfp4_rows"):
+        q = te_mx.quantize(w, fmt=fmt)
+        made = te_mx.gemm(q, one, precision="fp8", out_dtype=F32).out.t()
+        off = (made - q.dequantize()).abs()
+        assert (off <= q.dequantize().abs() * 1.004 / 16).all()
+        q = te_mx.quantize(torch.randn(512, 96), fmt=fmt)
+        made = te_mx.gemm(q, one, precision="fp8", out_dtype=F32).out.t()
+        assert 0.02 < (made - q.dequantize()).norm() / q.dequantize().norm() < 0.032
+    said = str(te_mx.explain(q, one, precision="fp8"))
+    assert ": fp8\n" in said and "note: as mxfp8_e4m3, then" in said
+    wide = te_mx.quantize(torch.eye(96), fmt="fp8_e4m3_1x128")
+    for a, b in ((one, one), (wide, q)):
+        with pytest.raises(RuntimeError, match="no kernel for precision 'fp8', which"):
+            te_mx.gemm(a, b, precision="fp8")
+    for a, b, how in ((q, one, {"accumulate": True}), (q, x.detach(), {})):
+        with pytest.raises(ValueError, match="precision 'fp8'"):
+            te_mx.gemm(a, b, precision="fp8", **how)
+
+
 def test_rows_that_do_not_depend_on_each_other():
     """Inputs with a scale a row, or as they are; one scale for all is refused."""
     recipe = te_mx.recipe.MXFP8BlockScaling(precision="invariant")

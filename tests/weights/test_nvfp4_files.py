@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from hf_checkpoints import WHOLE_BLOCKS, check_same, files_of, frozen, logits
+from hf_models import model_of
 
 import te_mx
 
@@ -78,6 +79,9 @@ def write(folder, writer, model_name="Llama", change=lambda files: None):
         end = "weight_packed" if writer == "compressed-tensors" else "weight"
         whole = 1 / (1 / whole) if "packed" in end else whole
         values[head] = decoded(files[f"{head}.{end}"], files[f"{head}.weight_scale"]) * whole
+    # Scales of a cache, which others have in FP8.
+    kept = "k_proj.k_scale" if writer == "modelopt" else "k_scale"
+    files[f"model.layers.0.self_attn.{kept}"] = torch.rand(1, generator=rng)
     change(files)
     folder.joinpath("model.safetensors").write_bytes(safetensors.save(files))
     config = json.loads((folder / "config.json").read_text())
@@ -210,6 +214,10 @@ def change_of(kind, other):
     return change
 
 
+def with_order(files):
+    files[f"{UP}.weight_g_idx"] = torch.arange(64)
+
+
 @pytest.mark.parametrize(
     "writer, kind, other, match",
     [
@@ -222,12 +230,31 @@ def change_of(kind, other):
         ("compressed-tensors", "weight_global_scale", lambda t: 1 / t, "as ModelOpt.s weight_sc"),
         ("modelopt", "weight_scale", lambda t: t.float(), r"scales of nvfp4 must be float8_e4m3fn"),
         ("modelopt", "weight", lambda t: t.to(torch.bfloat16), r"codes must be uint8"),
+        ("compressed-tensors", "", None, r"up_proj\.weight_g_idx: .* with an order of columns"),
     ],
 )  # fmt: skip
 def test_files_that_are_refused(writer, kind, other, match, tmp_path):
-    write(tmp_path, writer, change=change_of(kind, other))
+    write(tmp_path, writer, change=change_of(kind, other) if kind else with_order)
     with pytest.raises(ValueError, match=match):
         AUTO.from_pretrained(tmp_path)
+
+
+def test_values_that_are_quantized_as_they_are_loaded(tmp_path):
+    """Transformers' NVFP4Config, which writes no files of its own."""
+    model_of("Llama").save_pretrained(tmp_path / "one")
+    config = transformers.NVFP4Config(["q_proj", "lm_head"])
+    loaded = AUTO.from_pretrained(tmp_path / "one", quantization_config=config)
+    layer = loaded.model.layers[0].self_attn
+    assert type(layer.q_proj) is type(loaded.lm_head) is torch.nn.Linear
+    expected = te_mx.quantize(model_of("Llama").model.layers[0].self_attn.o_proj.weight, "nvfp4")
+    codes = layer.o_proj.state_dict()["weight"]
+    assert torch.equal(codes.view(torch.uint8), expected.rowwise_data.view(torch.uint8))
+    loaded.save_pretrained(tmp_path / "two")
+    again = AUTO.from_pretrained(tmp_path / "two")
+    check_same(again.state_dict(), loaded.state_dict())
+    assert torch.equal(logits(again), logits(loaded))
+    with pytest.raises(ValueError, match="no files hold codes"):
+        hf_quantizer.OnTheFly(config, pre_quantized=True)
 
 
 def test_versions_that_would_cast(tmp_path, monkeypatch):

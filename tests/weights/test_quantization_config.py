@@ -283,6 +283,7 @@ def quark(**more):
 
 BLOCKS = "fp8_e4m3_128x128"
 CT = {"quant_method": "compressed-tensors"}
+NV = {**CT, "format": "nvfp4-pack-quantized"}
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 PLANS = [
     ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "mxfp8_e4m3"),
@@ -298,8 +299,13 @@ PLANS = [
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized", **group()}, "mxfp8_e4m3"),
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, None),
     ({**CT, "format": "mxfp6-pack-quantized", **group()}, "mxfp6_e2m3"),
-    ({**CT, "format": "nvfp4-pack-quantized", **group(weights={"group_size": 16})}, "nvfp4"),
-    ({**CT, "format": "nvfp4-pack-quantized", **group(weights={"group_size": 32})}, None),
+    ({**NV, **group(weights={"group_size": 16})}, "nvfp4"),
+    ({**NV, **group(weights={"group_size": 32})}, None),
+    ({**NV, "config_groups": {"NVFP4A16": ["Linear"]}}, "nvfp4"),
+    ({**NV, "config_groups": {"NVFP4": []}}, None),
+    ({**NV, **group(weights={"symmetric": False})}, None),
+    ({**NV, **group(), "transform_config": {"config_groups": {"R3": {}}}}, None),
+    ({**NV, **group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, None),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "nvfp4"),
     ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, None),
@@ -335,6 +341,9 @@ def test_a_plan_for_each_layer():
     plan = plan_of({**MIXED, "quantized_layers": each})
     assert [plan.of(name).fmt for name in ("a.experts", "a.q")] == ["mxfp8_e4m3", "nvfp4"]
     assert [plan.leaves_out(name) for name in ("a.experts", "a.q", "a.k")] == [False, False, True]
+    plan = plan_of({**NV, "config_groups": {"NVFP4": ["re:.*mlp.*", "a.q"]}, "ignore": ["a.mlp.up"]})
+    left = [plan.leaves_out(name) for name in ("a.mlp.down", "a.mlp.up", "a.q", "a.k")]
+    assert left == [False, True, False, True] and plan.inputs == "input_global_scale"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ struct Problem {
     if (t.stochastic) t.seed = static_cast<uint64_t>(*to.seed);
     t.row0 = static_cast<uint32_t>(to.first + r0);
     t.col0 = c0;
+    t.top = nvfp4::top_of(to.rule);
+    t.squares = to.rule >= ScaleRule::te_4over6_mse;
     if (to.row.codes) {
       t.row_amax_stride = each(to.row) ? 1 : 0;
       t.row_amax = amax(to.row) + r0 * t.row_amax_stride;

@@ -44,7 +44,15 @@ struct Tile {
   uint64_t seed;
   uint32_t row0;  // number of the first row
   int64_t col0;
+  float top;     // the largest magnitude of a code times a block scale
+  bool squares;  // of two scales that are tried
 };
+
+constexpr bool tries_two(ScaleRule rule) { return rule >= ScaleRule::te_4over6; }
+constexpr float top_of(ScaleRule rule) {
+  const bool narrow = rule == ScaleRule::te_4over6 || rule == ScaleRule::te_4over6_mse;
+  return (narrow ? 256.0f : 448.0f) * 6.0f;
+}
 
 // What a magnitude is of.
 enum class Of : int { elements, row_chunks, col_chunks };

@@ -157,6 +157,14 @@ MXTILE_WORD typename S::F block_maxima(const uint32_t* x) {
   return rows[0];
 }
 
+// Of 16 rows of a vector of columns.
+template <class S>
+MXTILE_WORD typename S::F column_maxima(const Values& x, int c) {
+  auto most = magnitude<S>(x[0] + c);
+  for (int r = 1; r < kRows; ++r) most = larger<S>(most, magnitude<S>(x[r] + c));
+  return S::as_float(most);
+}
+
 // Scales of blocks of which the largest magnitudes are given (of NaN or Inf: those), by the amax of
 // each or of all.
 struct Scales {
@@ -165,16 +173,40 @@ struct Scales {
   alignas(64) uint32_t mask[kCols];  // of the codes of its elements
 };
 
-template <class S, ScaleRule R>
-MXTILE_WORD void make_scales(typename S::F bamax, Whole whole, bool bf16, int at, Scales& out) {
-  const auto inf = S::iset(0x7F800000), zero = S::iset(0), bits = S::as_int(bamax);
-  const auto number = S::as_float(S::select_gt(inf, bits, bits, zero));
-  const auto s = scale_of<S, R>(number, S::set(whole.scale), S::set(whole.encode), bf16);
+// NaN and Inf are 0.
+template <class S>
+MXTILE_WORD typename S::F number_of(typename S::F bamax) {
+  const auto bits = S::as_int(bamax);
+  return S::as_float(S::select_gt(S::iset(0x7F800000), bits, bits, S::iset(0)));
+}
+
+template <class S>
+MXTILE_WORD void put_scales(typename S::F bamax, ScaleVector<S> s, int at, Scales& out) {
+  const auto inf = S::iset(0x7F800000), bits = S::as_int(bamax);
   S::store_u16(out.code + at, S::select_gt(inf, bits, s.code, S::iset(0x7F)));
   S::store(out.factor + at, s.factor);
   S::store(reinterpret_cast<float*>(out.mask + at),
-           S::as_float(S::select_gt(inf, bits, S::iset(15), zero)));
+           S::as_float(S::select_gt(inf, bits, S::iset(15), S::iset(0))));
 }
+
+template <class S, ScaleRule R>
+MXTILE_WORD void make_scales(typename S::F bamax, Whole whole, bool bf16, int at, Scales& out) {
+  const auto scale = S::set(whole.scale), encode = S::set(whole.encode);
+  put_scales<S>(bamax, scale_of<S, R>(number_of<S>(bamax), scale, encode, bf16), at, out);
+}
+
+template <class S>
+MXTILE_WORD typename S::I load_bits(const uint32_t* x) {
+  return S::as_int(S::load(reinterpret_cast<const float*>(x)));
+}
+
+}  // namespace
+}  // namespace te_mx::cpu::nvfp4
+
+#include "quantize/nvfp4_tries.hpp"
+
+namespace te_mx::cpu::nvfp4 {
+namespace {
 
 // Two codes of four bits a byte.
 inline void pack_codes(const uint16_t* codes, int bytes, uint8_t* out) {
@@ -202,11 +234,6 @@ inline void put_bytes(const uint16_t* from, int n, uint8_t* to) {
 }
 inline void put_apart(const uint16_t* from, int n, uint8_t* to, int64_t stride) {
   for (int i = 0; i < n; ++i) to[i * stride] = static_cast<uint8_t>(from[i]);
-}
-
-template <class S>
-MXTILE_WORD typename S::I load_bits(const uint32_t* x) {
-  return S::as_int(S::load(reinterpret_cast<const float*>(x)));
 }
 
 // Elements of 32 at a time to codes: of two blocks of a row, two codes a byte; or side by side, one
@@ -301,7 +328,8 @@ void make_rows(const Tile& t, const Values& x, const Scales* square, const Value
   const bool bf16 = t.dtype == DType::bf16;
   Whole whole = whole_of<R>(t.row_amax[0], bf16);
   Scales own;  // of all rows first, which do not wait for each other
-  for (int r = 0; square == nullptr && r < t.rows; ++r) {
+  if (tries_two(R) && square == nullptr) try_rows<S>(t, x, own);
+  for (int r = 0; !tries_two(R) && square == nullptr && r < t.rows; ++r) {
     if (t.row_amax_stride != 0) whole = whole_of<R>(t.row_amax[r], bf16);
     for (int b = 0; b < kBlocks; b += S::kLanes) {
       const auto bamax = block_maxima<S>(x[r] + b * kB);
@@ -353,12 +381,11 @@ void make_columns(const Tile& t, const Values& x, const Scales* square, const Va
   Scales s;
   if (square == nullptr) {
     const Whole all = whole_of<R>(t.col_amax[0], bf16);
-    for (int c = 0; c < kCols; c += S::kLanes) {
-      auto most = magnitude<S>(x[0] + c);
-      for (int r = 1; r < kRows; ++r) most = larger<S>(most, magnitude<S>(x[r] + c));
-      make_scales<S, R>(S::as_float(most), all, bf16, c, s);
+    if (tries_two(R)) try_columns<S>(t, x, s);
+    for (int c = 0; !tries_two(R) && c < kCols; c += S::kLanes) {
+      make_scales<S, R>(column_maxima<S>(x, c), all, bf16, c, s);
     }
-    if (t.col_amax_stride != 0) own_columns<S, R>(t, x, s);
+    if (!tries_two(R) && t.col_amax_stride != 0) own_columns<S, R>(t, x, s);
     if (t.col_scale_stride == 1) {
       put_bytes<kCols>(s.code, t.cols, t.col_scales);
     } else {
@@ -419,7 +446,7 @@ void quantize_as(const Tile& t) {
   }
   const Values* words = t.stochastic ? &random : nullptr;
   Scales square;
-  if (t.square) {
+  if (t.square && !tries_two(R)) {
     const bool bf16 = t.dtype == DType::bf16;
     const Whole whole = whole_of<R>(t.row_codes != nullptr ? t.row_amax[0] : t.col_amax[0], bf16);
     for (int b = 0; b < kBlocks; b += S::kLanes) {
@@ -437,9 +464,11 @@ void quantize_as(const Tile& t) {
     return transformed;
   };
   if (t.row_codes != nullptr) {
+    if (t.square && tries_two(R)) try_square<S>(t, x, square);
     make_rows<S, R>(t, source(Of::row_chunks, t.row_transform), shared, words);
   }
   if (t.col_codes != nullptr) {
+    if (t.square && tries_two(R)) try_square_columns<S>(t, x, square);
     make_columns<S, R>(t, source(Of::col_chunks, t.col_transform), shared, words);
   }
 }
@@ -449,6 +478,7 @@ void quantize(const Tile& tile, ScaleRule rule) {
   if (rule == ScaleRule::te) return quantize_as<S, ScaleRule::te>(tile);
   if (rule == ScaleRule::torchao) return quantize_as<S, ScaleRule::torchao>(tile);
   if (rule == ScaleRule::modelopt) return quantize_as<S, ScaleRule::modelopt>(tile);
+  if (tries_two(rule)) return quantize_as<S, ScaleRule::te_4over6>(tile);
   quantize_as<S, ScaleRule::compressed_tensors>(tile);
 }
 

@@ -51,8 +51,12 @@ enum class ScaleRule : int32_t {
   torchao = 6,
   modelopt = 7,
   compressed_tensors = 8,
+  te_4over6 = 9,  // two scales are tried: up to 256 or 448, by magnitudes or squares of errors
+  te_4over6_448 = 10,
+  te_4over6_mse = 11,
+  te_4over6_mse_448 = 12,
 };
-inline constexpr int32_t kScaleRules = 9;
+inline constexpr int32_t kScaleRules = 13;
 
 // How the bytes of an operand [rows, k] lie.
 enum class Layout : int32_t {

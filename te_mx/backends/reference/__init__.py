@@ -7,7 +7,8 @@ from te_mx.dispatch.problem import Problem
 class Reference(Kernel):
     """Takes every problem, and comes last."""
 
-    name, rank, invariant = "reference", 1000, True  # dispatch/run.py lets it take no product so
+    name, rank = "reference", 1000
+    invariant = encodes = True  # dispatch/run.py lets it take no product so
 
     def accepts(self, problem: Problem) -> str | None:
         return None

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from te_mx.backends.cpu.binding import missing_reason
 from te_mx.backends.reference import Reference
-from te_mx.dispatch.calls import Epilogue, Product, Ran
-from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import register
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Epilogue, Product, Quantize, Ran
+from te_mx.dispatch.kernels import Kernel, PreferredLayouts
+from te_mx.dispatch.operand_layouts import operand_layouts
+from te_mx.dispatch.problem import ENCODED, Problem
+from te_mx.dispatch.registry import pick_problem, register
 from te_mx.dispatch.run import ZERO_SIZE
 from te_mx.formats.scaling import power_of_two
 from te_mx.layouts import spec_of
@@ -228,6 +230,69 @@ class ZeroSize(ReferenceGemm):
         return None if problem.empty else "runs problems in which a size is 0"
 
 
+_ENCODED = "mxfp8_e4m3"
+
+
+class EncodedGemm(Kernel):
+    """Precision "fp8": operands in NVFP4 are decoded to bf16, tensor scale included, and encoded in
+    mxfp8_e4m3, for the product of their device at precision "adaptive"."""
+
+    op, name, rank, encodes = "gemm", ENCODED, 901, True
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.precision != ENCODED:
+            return "encodes NVFP4 anew in MXFP8, which rounds, at precision 'fp8'"
+        sides = [spec_of(spec).format for spec in (problem.lhs, problem.rhs)]
+        if not any(fmt.tensor_scaled for fmt in sides):
+            return "encodes NVFP4, of which this has none"
+        if not all(fmt.tensor_scaled or fmt.scaling.scale == "e8m0" for fmt in sides):
+            return f"multiplies NVFP4 with MX formats and NVFP4, not {sides[0]} with {sides[1]}"
+        return None
+
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        inner = self._inner(problem)
+        row, col, right_col, right_row = pick_problem(inner).preferred_layouts(inner)
+        left = (row, col) if inner.lhs == problem.lhs else PreferredLayouts()
+        if inner.rhs != problem.rhs:
+            right_row, right_col = PreferredLayouts()[:2]
+        return PreferredLayouts(*left[:2], right_col or col, right_row or row)
+
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
+
+    def note(self, problem: Problem) -> str:
+        return f"as mxfp8_e4m3, then {pick_problem(self._inner(problem)).name}"
+
+    @staticmethod
+    def _inner(problem: Problem) -> Problem:
+        lhs, rhs = (
+            f"{_ENCODED}@any" if spec_of(spec).format.tensor_scaled else spec
+            for spec in (problem.lhs, problem.rhs)
+        )
+        return problem._replace(lhs=lhs, rhs=rhs, precision="adaptive")
+
+    def run(self, p: Product) -> Ran:
+        mode = p.mode._replace(precision="adaptive")
+        lhs, rhs = (
+            _encoded(p.lhs, p.rhs, False, mode.spread),
+            _encoded(p.rhs, p.lhs, True, mode.spread),
+        )
+        return run.gemm(lhs, rhs, p.epilogue, p.out, p.aux, mode)._replace(name=self.name)
+
+
+def _encoded(side: Operand, other: Operand, right: bool, spread: int) -> Operand:
+    """NVFP4 as MXFP8, as the kernel of its device reads it beside another operand."""
+    if not side.format.tensor_scaled:
+        return side
+    beside = _ENCODED if other.format.tensor_scaled else other.format.name
+    device = side.codes.device
+    spec = operand_layouts(device, _ENCODED, beside, "adaptive", spread, right=right).row
+    made = run.quantize(Quantize(run.dequantize(side, torch.bfloat16), spec, "", "rceil")).row
+    assert made is not None
+    return made
+
+
 register(ReferenceGemm())
+register(EncodedGemm())
 register(DecodedGemm())
 register(ZeroSize())

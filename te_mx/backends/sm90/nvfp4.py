@@ -357,14 +357,16 @@ class Products:
         self.native, self.index = binding.native(), p.place.index
         self.record = self.native.Nvfp4FinishArgs(m=p.m, n=p.n, device=self.index)
         self.nbytes = self.native.nvfp4_multiply_workspace()
+        self.sides = [spec_of(spec).layout for spec in (p.lhs, p.rhs)]
         self.whole = self.native.Nvfp4MultiplyArgs(
             m=p.m, n=p.n, k=p.k, device=self.index, workspace_bytes=self.nbytes
         )
 
     def __call__(self, p: Multiply) -> Ran:
         lhs, rhs, epilogue, out = p.lhs, p.rhs, p.epilogue, p.out
-        left, right, bias = _values(lhs), _values(rhs), epilogue.bias
-        plain = epilogue._replace(bias=None, accumulate=False) == Epilogue() and out.is_contiguous()
+        (left, right), bias = map(_values, (lhs, rhs), self.sides), epilogue.bias
+        _, gelu, gelu_in, bias_grad, _ = epilogue
+        plain = gelu is gelu_in is bias_grad is None and out.is_contiguous()
         bias = None if bias is None else bias.contiguous()
         if plain and self.multiply(lhs, rhs, left, right, bias, epilogue.accumulate, out):
             return Ran(PRODUCT, None)
@@ -390,16 +392,18 @@ class Products:
         self, lhs: Operand, rhs: Operand, left: Tensor, right: Tensor, bias: Tensor | None,
         accumulate: bool, out: Tensor,
     ) -> bool:  # fmt: skip
-        scales = lhs.tensor_scale, rhs.tensor_scale
-        lie = [one.is_contiguous() or one.t().is_contiguous() for one in (left, right)]
-        if not all(lie) or any(whole is not None and whole.dim() for whole in scales):
+        of_lhs, of_rhs = lhs.tensor_scale, rhs.tensor_scale
+        for whole in (of_lhs, of_rhs):
+            if whole is not None and whole.dim():
+                return False
+        lhs_rows, rhs_rows = left.is_contiguous(), right.is_contiguous()
+        if not (lhs_rows or left.t().is_contiguous()) or not (rhs_rows or right.t().is_contiguous()):
             return False
         scratch = workspace.acquire(out.device, self.nbytes)
         args = self.whole.copy(
-            lhs=left.data_ptr(), rhs=right.data_ptr(), lhs_k_first=not left.is_contiguous(),
-            rhs_k_first=not right.is_contiguous(), of_lhs=pointer(scales[0]),
-            of_rhs=pointer(scales[1]), out=out.data_ptr(), ldo=out.shape[1],
-            out_dtype=FLOAT_DTYPES[out.dtype],
+            lhs=left.data_ptr(), rhs=right.data_ptr(), lhs_k_first=not lhs_rows,
+            rhs_k_first=not rhs_rows, of_lhs=pointer(of_lhs), of_rhs=pointer(of_rhs),
+            out=out.data_ptr(), ldo=out.shape[1], out_dtype=FLOAT_DTYPES[out.dtype],
             accumulate=accumulate, workspace=pointer(scratch), stream=binding.stream(self.index),
         )  # fmt: skip
         if bias is not None:
@@ -409,9 +413,10 @@ class Products:
         return ran
 
 
-def _values(side: Operand) -> Tensor:
-    if side.layout in SM90_VALUES:
-        return side.unscaled(torch.bfloat16)
+def _values(side: Operand, layout: Layout) -> Tensor:
+    if layout in SM90_VALUES:
+        made = side.codes.view(torch.bfloat16)
+        return made.t() if layout.k_first else made
     return run.dequantize(side._replace(tensor_scale=None), torch.bfloat16)
 
 
@@ -514,12 +519,19 @@ class Quantizer:
     """Matrices of one size, rows and columns from one read."""
 
     def __init__(self, p: Problem) -> None:
-        self.native, self.index, self.problem = binding.native(), p.place.index, p
+        self.native, self.index = binding.native(), p.place.index
         fields, self.words = quantizer_fields(p.lhs, p.rhs, p.m, p.n, p.dtype)
+        self.sides = []
+        for side, spec, rows, k in (("row", p.lhs, p.m, p.n), ("col", p.rhs, p.n, p.m)):
+            if spec:
+                fmt, layout = spec_of(spec)
+                shapes, whole = layout.shapes(fmt, rows, k), fmt.tensor_scale_shape(rows)
+                self.sides.append((side, spec, rows, k, *shapes, layout in SM90_VALUES, whole))
+                fields[f"{side}_k_first"] = layout.k_first
         self.record = self.native.Nvfp4QuantizeArgs(device=self.index, **fields)
 
     def __call__(self, what: Quantize) -> Quantized | None:
-        x, m, n = what.x, self.problem.m, self.problem.n
+        x = what.x
         if x.stride(1) != 1:
             x = x.contiguous()
         amax = x.new_empty(self.words, dtype=torch.int32)
@@ -528,17 +540,14 @@ class Quantizer:
             first=what.first, amax=amax.data_ptr(), stream=binding.stream(self.index),
         )  # fmt: skip
         made: dict[str, Operand] = {}
-        for side, spec, rows, k in (("row", what.row, m, n), ("col", what.col, n, m)):
-            if not spec:
-                continue
-            fmt, layout = spec_of(spec)
-            parts = layout.empty(fmt, rows, k, x.device)
-            scale = x.new_empty(fmt.tensor_scale_shape(rows), dtype=torch.float32)
-            made[side] = Operand(*parts, spec, rows, k, None, scale)
-            setattr(args, f"{side}_codes", parts[0].data_ptr())
-            setattr(args, f"{side}_scales", 0 if layout in SM90_VALUES else parts[1].data_ptr())
+        for side, spec, rows, k, of_codes, of_scales, is_values, whole in self.sides:
+            codes = torch.empty(of_codes, dtype=torch.uint8, device=x.device)
+            scales = torch.empty(of_scales, dtype=torch.uint8, device=x.device)
+            scale = torch.empty(whole, dtype=torch.float32, device=x.device)
+            made[side] = Operand(codes, scales, spec, rows, k, None, scale)
+            setattr(args, f"{side}_codes", codes.data_ptr())
+            setattr(args, f"{side}_scales", 0 if is_values else scales.data_ptr())
             setattr(args, f"{side}_scale", scale.data_ptr())
-            setattr(args, f"{side}_k_first", layout.k_first)
         if not binding.supported(self.native.nvfp4_quantize(args)):
             return None
         sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None

@@ -22,18 +22,32 @@ def plan(fields: dict[str, Any]) -> Plan | str:
     """The plan of such a quantization_config, or why te_mx has none."""
     if (given := fields.get("format", "")) not in _KNOWN:
         return f"format is {given!r}, not one of {', '.join(_KNOWN)}"
-    groups = list((fields.get("config_groups") or {}).values())
-    if len(groups) != 1 or "Linear" not in groups[0].get("targets", ()):
-        return f"config_groups must be one group of target 'Linear', got {len(groups)} groups"
+    if fields.get("transform_config"):
+        return "transform_config rotates inputs, which te_mx does not"
+    if (fields.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return f"sparsity_config has the format {fields['sparsity_config']['format']!r}"
+    groups = list((fields.get("config_groups") or {}).items())
+    if len(groups) != 1:
+        return f"config_groups must be one group, got {len(groups)}"
+    name, group = groups[0]
     fmt, ends = _KNOWN[given]
-    size = (groups[0].get("weights") or {}).get("group_size") or width(fmt)
+    if isinstance(group, list):  # the name of a scheme, and targets
+        is_16 = name.upper().endswith("A16")
+        group = {"targets": group, "input_activations": None if is_16 else {}}
+    weights, targets = group.get("weights") or {}, tuple(group.get("targets") or ())
+    size = weights.get("group_size") or width(fmt)
     if size != width(fmt):
         return f"group_size is {size}, and {given} has {width(fmt)}"
-    kept, inputs = tuple(fields.get("ignore") or ()), groups[0].get("input_activations")
+    if weights.get("symmetric") is False:
+        return "weights are not symmetric, and have zero points"
+    if not targets:
+        return "config_groups has no targets"
+    only = () if "Linear" in targets else targets
+    kept, inputs = tuple(fields.get("ignore") or ()), group.get("input_activations")
     if fmt == "nvfp4":
         scale = "" if inputs is None else "input_global_scale"
-        return Plan(fmt, ends, kept, weight_only=True, reciprocal=True, inputs=scale)
-    return Plan(fmt, ends, kept, inputs is None)
+        return Plan(fmt, ends, kept, weight_only=True, reciprocal=True, inputs=scale, only=only)
+    return Plan(fmt, ends, kept, inputs is None, only=only)
 
 
 def _config(fmt: str, weight_only: bool, kept: list[str]) -> dict[str, Any]:

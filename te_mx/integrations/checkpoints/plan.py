@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     reciprocal: of tensor scales the files have that. of_tensor: one fp32 scale for all codes, which
     those of blocks repeat. inputs: the name of the scale of inputs that
     files have beside codes; te_mx keeps it for them. layers: the plans of those that have one of
-    their own, and then no others are quantized."""
+    their own, and then no others are quantized. only: patterns of those that are, if not all."""
 
     fmt: str
     ends: Ends
@@ -33,6 +33,7 @@ class Plan(NamedTuple):
     of_tensor: bool = False
     inputs: str = ""
     layers: dict[str, Plan] | None = None
+    only: tuple[str, ...] = ()
 
     @property
     def has_bytes(self) -> bool:
@@ -53,7 +54,8 @@ class Plan(NamedTuple):
             one == name or one.startswith(f"{name}.") for one in self.layers
         ):
             return True
-        return any(_matches(pattern, name) for pattern in self.kept)
+        chosen = not self.only or any(_matches(pattern, name) for pattern in self.only)
+        return not chosen or any(_matches(pattern, name) for pattern in self.kept)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -32,7 +32,8 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 # One off around codes, blocks, tiles of 16 x 256 and an item of the column sums (256 rows).
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 255, 256, 257, 321])
 CASES = [("nvfp4", rule) for rule in ("te", "torchao", "modelopt", "compressed_tensors")]
-CASES += [("nvfp4_16x16", "te"), ("nvfp4_rows", "te")]
+CASES += [("nvfp4", "te_4over6"), ("nvfp4_16x16", "te"), ("nvfp4_rows", "te")]
+CASES += [("nvfp4_16x16", "te_4over6_mse_448"), ("nvfp4_rows", "te_4over6_448")]
 TARGETS = st.sampled_from([("rows", "cols"), ("rows", "rows"), ("rows", ""), ("", "cols")])
 
 
@@ -72,7 +73,7 @@ def test_bytes(isa, fmt, rule, rows, cols, dtype, targets, data):
     check_bytes(as_strided(x, data.draw(STRIDES)), fmt, rule, targets)
 
 
-@pytest.mark.parametrize("rule", [rule for _, rule in CASES[:4]])
+@pytest.mark.parametrize("rule", [rule for _, rule in CASES[:5]])
 def test_ends_of_the_range(isa, rule):
     """Denormal tensors, whose scales are 0 or infinite; the largest numbers; zeros of both signs;
     blocks with NaN and Inf; ties between codes; scales below and above E4M3's."""
@@ -95,7 +96,7 @@ def test_ends_of_the_range(isa, rule):
 RHT = "nvfp4+rht16:0xd7e8d7e8"
 
 
-@pytest.mark.parametrize("rule", ["te", "te+sr", "modelopt+sr"])
+@pytest.mark.parametrize("rule", ["te", "te+sr", "modelopt+sr", "te_4over6_mse+sr"])
 @given(
     rows=SIZES, cols=SIZES, dtype=DTYPES, data=st.data(),
     targets=st.sampled_from([("nvfp4@rows", f"{RHT}@cols"), (f"{RHT}@rows", "nvfp4@rows"),
@@ -119,7 +120,8 @@ def test_groups(isa, fmt):
     offs = torch.tensor([33, 33, 70, 131])
     cols = "nvfp4@grouped_cols" if fmt == "nvfp4" else ""
     seed = torch.tensor([5])
-    what = QuantizeGroups(x, Groups(offs, 0), f"{fmt}@rows", cols, "te+sr", True, seed)
+    rule = "te" if cols else "te_4over6"
+    what = QuantizeGroups(x, Groups(offs, 0), f"{fmt}@rows", cols, f"{rule}+sr", True, seed)
     bounds = te_mx.dispatch.groups.host_bounds(offs, 0, 150)
     made, expected = cpu_grouped.quantize(what, bounds), reference_grouped._in_groups(what, bounds)
     same(made.row, expected.row)

@@ -11,7 +11,7 @@ import te_mx
 from te_mx import formats
 from te_mx._ops import quantize_2d
 from te_mx.dispatch.run import convert, dequantize
-from te_mx.recipe import NVFP4BlockScaling
+from te_mx.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 
 BF16, F32 = torch.bfloat16, torch.float32
 RECIPES = [
@@ -50,15 +50,18 @@ def test_a_step_is_that_of_the_reference(kind, recipe):
         assert (one.double() - other.double()).norm() <= 2e-3 * one.double().norm()
 
 
+@pytest.mark.parametrize("precision", ["adaptive", "fp8"])
 @pytest.mark.parametrize("inputs", ["nvfp4", "nvfp4_rows", "mxfp8"])
-def test_frozen_weights_and_quantized_inputs(inputs):
+def test_frozen_weights_and_quantized_inputs(inputs, precision):
     layer, x = te_mx.Linear(70, 40, params_dtype=BF16), torch.randn(50, 70, dtype=BF16)
-    te_mx.freeze_weights(layer, drop_master=True, fmt="nvfp4", activations=inputs)
+    recipe = MXFP8BlockScaling(precision=precision)
+    te_mx.freeze_weights(layer, recipe=recipe, drop_master=True, fmt="nvfp4", activations=inputs)
     with torch.no_grad():
         expected = layer(x)
         with as_on_hopper.hopper():
             made = layer(x)
-            assert te_mx.audit(layer)["(root)"].fprop == "sm90_nvfp4"
+            ran = te_mx.audit(layer)["(root)"].fprop
+            assert ran == ("fp8" if precision == "fp8" else "sm90_nvfp4")
     torch.testing.assert_close(made, expected, rtol=2**-7, atol=1e-3)
 
 
