@@ -21,7 +21,8 @@ from te_mx.recipe import Settings, resolve_recipe
 from te_mx.runtime.arguments import check_module, is_dense, shown
 from te_mx.weights.freezing import Freezable, as_buffers, rowwise
 from te_mx.weights.ranks import is_spread
-from te_mx.weights.state_dict import named_codes
+from te_mx.weights.split import part_names
+from te_mx.weights.state_dict import codes_without_values, named_codes, saved_codes
 
 __all__ = ["digest", "load_", "snapshot"]
 
@@ -39,7 +40,8 @@ def snapshot(
     quantizes: 0.52 of bf16's bytes in 8 bits, 0.27 in 4. Everything else is as in
     ``model.state_dict()``. A weight that fully_shard or tensor parallelism sharded evenly is
     quantized where it lies and its codes are gathered; other DTensors are gathered first. Every
-    rank must call it, and gets the whole, or what its part of an engine takes.
+    rank must call it, and gets the whole, or what its part of an engine takes. What
+    ``parameters_split`` split is joined, as in an engine without it.
 
     Args:
         model: plain, sharded by fully_shard or tensor parallel.
@@ -60,6 +62,7 @@ def snapshot(
     modules = _modules(model)
     made: Any = OrderedDict()
     codes: dict[str, Tensor] = {}
+    joined = set[str]()  # parameters that the engine has in one piece
     for name, module in modules:
         if module._source.dropped:
             continue  # its state_dict has codes
@@ -68,21 +71,29 @@ def snapshot(
             continue
         if not isinstance(settings, Settings):
             raise ValueError(f"{name}: its weights have different recipes; pass recipe=")
+        prefix = f"{name}." if name else ""
         for key in module._weight_keys:
-            full = f"{name}.{key}" if name else key
+            full = prefix + key
             if name in shares:
                 _check_cut(shares[name], full, key, module._master_shape(key)[-2:], settings)
             for entry, value in _codes_of(module, full, key, settings).items():
                 codes[entry] = _mine(shares, entry, value)
+        if module._split is not None:
+            for kind in ("weight", "bias"):
+                joined |= {prefix + part for part in part_names(module._split, kind)}
+            if parts := [_whole(part) for part in module._parts("bias")]:
+                codes[f"{prefix}bias"] = _mine(shares, f"{prefix}bias", torch.cat(parts))
     for name, value in model.state_dict().items():
-        made[name] = codes.pop(name) if name in codes else _mine(shares, name, _whole(value))
+        if name not in joined:
+            made[name] = codes.pop(name) if name in codes else _mine(shares, name, _whole(value))
     made |= codes
     return made
 
 
 def _modules(model: nn.Module) -> list[tuple[str, Any]]:
     check_module(model)
-    found = [(name, one) for name, one in model.named_modules() if isinstance(one, Freezable)]
+    every = model.named_modules(remove_duplicate=False)  # a state_dict has all names
+    found = [(name, one) for name, one in every if isinstance(one, Freezable)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no te_mx module; call te_mx.convert_model")
     return found
@@ -135,11 +146,14 @@ def _whole(value: Any) -> Any:
 def _codes_of(module: Any, full: str, key: str, settings: Settings) -> dict[str, Tensor]:
     """Entries of one weight."""
     names = module._held_by(key)
-    weights = [module._parameters.get(name) for name in names]
+    weights = [module._parameters.get(name) for name in module._parts_of(key)]
     prefix = full.removesuffix(key)
     if not any(map(is_spread, weights)):
         row = module._plain_codes(key, settings)
         return named_codes(module, prefix, key, tensors_of(row), settings.w)
+    if module._split is not None:
+        whole = torch.cat([_whole(part) for part in weights])
+        return named_codes(module, prefix, key, _quantized(whole, settings), settings.w)
     made: dict[str, Tensor] = {}
     for name, weight in zip(names, weights, strict=True):
         if not is_spread(weight) or module._master_shape(key)[-2:] != weight.shape[-2:]:
@@ -189,8 +203,7 @@ def _quantized(weight: Tensor, settings: Settings) -> list[Tensor]:
 @torch.no_grad()
 def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Put a snapshot into a frozen model, where its weights lie: CUDA graphs of the model run on
-    the new ones. Nothing lies twice but one weight at a time, and meanwhile the plain codes of
-    MXFP8 that lies in tiles, with which names and shapes are compared.
+    the new ones. Nothing lies twice but one weight at a time.
 
     Args:
         model: frozen by te_mx.freeze_weights(model, drop_master=True, ..), with the formats of the
@@ -204,7 +217,8 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     modules, taken = _modules(model), set[str]()
     if not isinstance(given, Mapping):
         raise TypeError(f"rollout.load_: given must be a snapshot, got {shown(given)}")
-    held = model.state_dict(keep_vars=True)
+    with codes_without_values():
+        held = model.state_dict(keep_vars=True)
     if missing := sorted(held.keys() ^ given.keys(), key=str):
         side = "the snapshot has not" if missing[0] in held else "the model has not"
         raise ValueError(f"rollout.load_: {missing[0]} is an entry that {side}, of {len(missing)}")
@@ -238,11 +252,13 @@ def _fits(new: Any, value: Tensor) -> bool:
 
 def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) -> set[str]:
     """Overwrite the buffers of one weight; the names that it took."""
-    held, source = module._codes(key), module._source
+    source, device = module._source, module._stored(key)[0].device
+    with codes_without_values():
+        held = saved_codes(module, key)
     names = list(named_codes(module, prefix, key, held, source.settings.w))
     parts = []
     for i, old in enumerate(held):
-        each = [given[one].to(old.device).view(old.dtype) for one in names[i :: len(held)]]
+        each = [given[one].to(device).view(old.dtype) for one in names[i :: len(held)]]
         parts.append((each[0] if len(each) == 1 else torch.stack(each)).reshape(old.shape))
     row: Operand | Stack = held_as(parts, plain_spec(source.settings.w), source.shapes[key])
     for part, new in as_buffers(settled(row)).items():

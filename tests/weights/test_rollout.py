@@ -56,6 +56,25 @@ def test_weights_of_groups_and_bytes(recipe):
     assert weights <= most * 2 * 3 * 128 * 128
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_split_weights_are_joined_and_a_layer_of_two_names_has_both(recipe):
+    """As te_mx.pytorch.TransformerLayer has them, for an engine that has them in one piece."""
+
+    def layers(**split) -> nn.Module:
+        first = te_mx.LayerNormLinear(64, 192, params_dtype=torch.bfloat16, **split)
+        second = te_mx.Linear(192, 64, params_dtype=torch.bfloat16)
+        return nn.Sequential(first, second, first, second)
+
+    trainer, engine = layers(parameters_split={"q": 128, "kv": 64}), layers()
+    te_mx.freeze_weights(engine, drop_master=True, recipe=recipe)
+    sent, x = te_mx.rollout.snapshot(trainer, recipe=recipe), torch.randn(5, 64).bfloat16()
+    assert sent.keys() == engine.state_dict().keys()
+    te_mx.rollout.load_(engine, sent)
+    assert te_mx.rollout.digest(engine) == te_mx.rollout.digest(trainer, recipe=recipe)
+    with te_mx.autocast(recipe=recipe), torch.no_grad():
+        assert torch.equal(engine(x), trainer(x))
+
+
 def test_what_does_not_fit_changes_nothing():
     trainer, engine = model(), model()
     recipe = MXFP8BlockScaling()
