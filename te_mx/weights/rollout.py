@@ -4,8 +4,7 @@ trainer's next forward would quantize. docs/invariance.md."""
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,37 +56,42 @@ def snapshot(
         TypeError, ValueError: there is no te_mx module, or a weight cannot be quantized so, or cut
             between its blocks.
     """
+    return dict(_entries(model, recipe, like))
+
+
+def _entries(
+    model: nn.Module, recipe: Any, like: nn.Module | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """What `snapshot` returns, the codes of one weight at a time."""
     shares = {} if like is None else _shares(like)
     ambient = current_recipe() if recipe is None else resolve_recipe(recipe)
-    modules = _modules(model)
-    made: Any = OrderedDict()
-    codes: dict[str, Tensor] = {}
-    joined = set[str]()  # parameters that the engine has in one piece
+    modules, done = _modules(model), set[str]()
     for name, module in modules:
-        if module._source.dropped:
-            continue  # its state_dict has codes
-        settings = module._chosen(ambient, name)
+        source, prefix = module._source, f"{name}." if name else ""
+        settings = source.settings if source.dropped else module._chosen(ambient, name)
         if settings is None:
             continue
         if not isinstance(settings, Settings):
             raise ValueError(f"{name}: its weights have different recipes; pass recipe=")
-        prefix = f"{name}." if name else ""
         for key in module._weight_keys:
             full = prefix + key
-            if name in shares:
-                _check_cut(shares[name], full, key, module._master_shape(key)[-2:], settings)
-            for entry, value in _codes_of(module, full, key, settings).items():
-                codes[entry] = _mine(shares, entry, value)
+            if source.dropped:
+                made = named_codes(module, prefix, key, module._codes(key), settings.w)
+            else:
+                if name in shares:
+                    _check_cut(shares[name], full, key, module._master_shape(key)[-2:], settings)
+                made = _codes_of(module, full, key, settings)
+            for entry in list(made):
+                done.add(entry)
+                yield entry, _mine(shares, entry, made.pop(entry))
         if module._split is not None:
             for kind in ("weight", "bias"):
-                joined |= {prefix + part for part in part_names(module._split, kind)}
+                done |= {prefix + part for part in part_names(module._split, kind)}
             if parts := [_whole(part) for part in module._parts("bias")]:
-                codes[f"{prefix}bias"] = _mine(shares, f"{prefix}bias", torch.cat(parts))
-    for name, value in model.state_dict().items():
-        if name not in joined:
-            made[name] = codes.pop(name) if name in codes else _mine(shares, name, _whole(value))
-    made |= codes
-    return made
+                yield f"{prefix}bias", _mine(shares, f"{prefix}bias", torch.cat(parts))
+    with codes_without_values():
+        rest = model.state_dict()
+    yield from ((n, _mine(shares, n, _whole(v))) for n, v in rest.items() if n not in done)
 
 
 def _modules(model: nn.Module) -> list[tuple[str, Any]]:
@@ -275,14 +279,14 @@ def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) ->
 def digest(model: nn.Module | Mapping[str, Tensor], *, recipe: Any = None) -> str:
     """Sixteen bytes, in hex, of a snapshot, a frozen model, or the snapshot of a model that trains
     (`recipe` as of `snapshot`): equal where names, shapes, dtypes and all bytes are. Sums of
-    integers on the device of each tensor, so it costs one read. Raises what `snapshot` does."""
-    if not isinstance(model, Mapping):
-        model = snapshot(model, recipe=recipe)
-    made = hashlib.sha256()
-    for name, value in sorted(model.items()):
-        if isinstance(value, Tensor):
-            made.update(f"{name} {value.dtype} {tuple(value.shape)} {_sum(value)}".encode())
-    return made.hexdigest()[:32]
+    integers on the device of each tensor, of codes of one weight at a time, so it costs one read.
+    Raises what `snapshot` does."""
+    each = model.items() if isinstance(model, Mapping) else _entries(model, recipe)
+    said = sorted(
+        f"{name} {value.dtype} {tuple(value.shape)} {_sum(value)}"
+        for name, value in each if isinstance(value, Tensor)
+    )  # fmt: skip
+    return hashlib.sha256("".join(said).encode()).hexdigest()[:32]
 
 
 def _sum(value: Tensor) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import te_mx
 from te_mx.recipe import DeepSeekV3, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from te_mx.weights import rollout
 
 RECIPES = [MXFP8BlockScaling(), MXFP4BlockScaling(), DeepSeekV3(), NVFP4BlockScaling()]
 
@@ -73,6 +76,20 @@ def test_split_weights_are_joined_and_a_layer_of_two_names_has_both(recipe):
     assert te_mx.rollout.digest(engine) == te_mx.rollout.digest(trainer, recipe=recipe)
     with te_mx.autocast(recipe=recipe), torch.no_grad():
         assert torch.equal(engine(x), trainer(x))
+
+
+def test_a_digest_holds_codes_of_one_weight(monkeypatch):
+    codes_of, made = rollout._codes_of, list[weakref.ref[torch.Tensor]]()
+
+    def counted(*args):
+        assert sum(one() is not None for one in made) <= 1  # the last scales
+        codes = codes_of(*args)
+        made.extend(weakref.ref(one) for one in codes.values())
+        return codes
+
+    monkeypatch.setattr(rollout, "_codes_of", counted)
+    te_mx.rollout.digest(model())
+    assert len(made) == 3 * 2
 
 
 def test_what_does_not_fit_changes_nothing():
