@@ -19,8 +19,11 @@ from te_mx.recipes.settings import Mixed
 from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.runtime.kernel_log import LAST_RUN, was_read
 from te_mx.runtime.report import table
+from te_mx.te.attention import DotProductAttention
+from te_mx.te.multihead_attention import MultiheadAttention
 from te_mx.te.norms import _Norm
 from te_mx.te.rotary import RotaryPositionEmbedding
+from te_mx.te.transformer_layer import TransformerLayer
 from te_mx.weights.freezing import lies
 
 HIGH_PRECISION, NEVER, UNASKED = "high precision", "never ran", "not needed"
@@ -165,8 +168,12 @@ def audit(model: nn.Module, memory: bool = False, invariant: bool = False) -> Au
 # which round fp32 in two ways on CPUs.
 _BY_ROWS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Embedding, nn.Identity, nn.LayerNorm,
-    nn.RMSNorm, nn.ReLU, nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Unflatten,
+    nn.RMSNorm, nn.ReLU, nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Unflatten, nn.Dropout,
+    InvariantLinear, TransformerLayer, MultiheadAttention, RotaryPositionEmbedding, _Norm,
 )  # fmt: skip
+
+_DRAW = nn.Dropout, TransformerLayer, DotProductAttention  # in training, at these rates
+_DRAWN = "p", "hidden_dropout", "drop_path_rate", "attention_dropout"
 
 
 def _dependent(model: nn.Module) -> list[tuple[str, str]]:
@@ -182,16 +189,14 @@ def _dependent(model: nn.Module) -> list[tuple[str, str]]:
             why = f"runs at precision {', '.join(others)}" if others else ""
             if not m._source.quantizes_inputs:
                 why = "multiplies inputs as they are, in torch"
-        elif getattr(m, "invariant", False) is True or isinstance(m, (InvariantLinear, *_BY_ROWS)):
+        elif m.training and isinstance(m, _DRAW) and any(map(vars(m).get, _DRAWN)):
+            why = "draws by place"
+        elif getattr(m, "invariant", False) is True or isinstance(m, _BY_ROWS):
             continue
-        elif isinstance(m, nn.Dropout):
-            why = "draws by place" if m.training and m.p else ""
         elif isinstance(m, nn.Linear):
             why = "is a product of torch; te_mx.InvariantLinear is one that is not"
         elif hasattr(m, "invariant"):
             why = "runs torch's attention; set its invariant=True"
-        elif isinstance(m, _Norm | RotaryPositionEmbedding):
-            continue
         else:
             why = f"{type(m).__name__}: te_mx does not know what its forward does"
         if why:

@@ -4,8 +4,7 @@ trainer's next forward would quantize. docs/invariance.md."""
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from te_mx.recipe import Settings, resolve_recipe
 from te_mx.runtime.arguments import check_module, is_dense, shown
 from te_mx.weights.freezing import Freezable, as_buffers, rowwise
 from te_mx.weights.ranks import is_spread
-from te_mx.weights.state_dict import named_codes
+from te_mx.weights.split import part_names
+from te_mx.weights.state_dict import codes_without_values, named_codes, saved_codes
 
 __all__ = ["digest", "load_", "snapshot"]
 
@@ -39,7 +39,8 @@ def snapshot(
     quantizes: 0.52 of bf16's bytes in 8 bits, 0.27 in 4. Everything else is as in
     ``model.state_dict()``. A weight that fully_shard or tensor parallelism sharded evenly is
     quantized where it lies and its codes are gathered; other DTensors are gathered first. Every
-    rank must call it, and gets the whole, or what its part of an engine takes.
+    rank must call it, and gets the whole, or what its part of an engine takes. What
+    ``parameters_split`` split is joined, as in an engine without it.
 
     Args:
         model: plain, sharded by fully_shard or tensor parallel.
@@ -55,34 +56,48 @@ def snapshot(
         TypeError, ValueError: there is no te_mx module, or a weight cannot be quantized so, or cut
             between its blocks.
     """
+    return dict(_entries(model, recipe, like))
+
+
+def _entries(
+    model: nn.Module, recipe: Any, like: nn.Module | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """What `snapshot` returns, the codes of one weight at a time."""
     shares = {} if like is None else _shares(like)
     ambient = current_recipe() if recipe is None else resolve_recipe(recipe)
-    modules = _modules(model)
-    made: Any = OrderedDict()
-    codes: dict[str, Tensor] = {}
+    modules, done = _modules(model), set[str]()
     for name, module in modules:
-        if module._source.dropped:
-            continue  # its state_dict has codes
-        settings = module._chosen(ambient, name)
+        source, prefix = module._source, f"{name}." if name else ""
+        settings = source.settings if source.dropped else module._chosen(ambient, name)
         if settings is None:
             continue
         if not isinstance(settings, Settings):
             raise ValueError(f"{name}: its weights have different recipes; pass recipe=")
         for key in module._weight_keys:
-            full = f"{name}.{key}" if name else key
-            if name in shares:
-                _check_cut(shares[name], full, key, module._master_shape(key)[-2:], settings)
-            for entry, value in _codes_of(module, full, key, settings).items():
-                codes[entry] = _mine(shares, entry, value)
-    for name, value in model.state_dict().items():
-        made[name] = codes.pop(name) if name in codes else _mine(shares, name, _whole(value))
-    made |= codes
-    return made
+            full = prefix + key
+            if source.dropped:
+                made = named_codes(module, prefix, key, module._codes(key), settings.w)
+            else:
+                if name in shares:
+                    _check_cut(shares[name], full, key, module._master_shape(key)[-2:], settings)
+                made = _codes_of(module, full, key, settings)
+            for entry in list(made):
+                done.add(entry)
+                yield entry, _mine(shares, entry, made.pop(entry))
+        if module._split is not None:
+            for kind in ("weight", "bias"):
+                done |= {prefix + part for part in part_names(module._split, kind)}
+            if parts := [_whole(part) for part in module._parts("bias")]:
+                yield f"{prefix}bias", _mine(shares, f"{prefix}bias", torch.cat(parts))
+    with codes_without_values():
+        rest = model.state_dict()
+    yield from ((n, _mine(shares, n, _whole(v))) for n, v in rest.items() if n not in done)
 
 
 def _modules(model: nn.Module) -> list[tuple[str, Any]]:
     check_module(model)
-    found = [(name, one) for name, one in model.named_modules() if isinstance(one, Freezable)]
+    every = model.named_modules(remove_duplicate=False)  # a state_dict has all names
+    found = [(name, one) for name, one in every if isinstance(one, Freezable)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no te_mx module; call te_mx.convert_model")
     return found
@@ -135,11 +150,14 @@ def _whole(value: Any) -> Any:
 def _codes_of(module: Any, full: str, key: str, settings: Settings) -> dict[str, Tensor]:
     """Entries of one weight."""
     names = module._held_by(key)
-    weights = [module._parameters.get(name) for name in names]
+    weights = [module._parameters.get(name) for name in module._parts_of(key)]
     prefix = full.removesuffix(key)
     if not any(map(is_spread, weights)):
         row = module._plain_codes(key, settings)
         return named_codes(module, prefix, key, tensors_of(row), settings.w)
+    if module._split is not None:
+        whole = torch.cat([_whole(part) for part in weights])
+        return named_codes(module, prefix, key, _quantized(whole, settings), settings.w)
     made: dict[str, Tensor] = {}
     for name, weight in zip(names, weights, strict=True):
         if not is_spread(weight) or module._master_shape(key)[-2:] != weight.shape[-2:]:
@@ -189,8 +207,7 @@ def _quantized(weight: Tensor, settings: Settings) -> list[Tensor]:
 @torch.no_grad()
 def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Put a snapshot into a frozen model, where its weights lie: CUDA graphs of the model run on
-    the new ones. Nothing lies twice but one weight at a time, and meanwhile the plain codes of
-    MXFP8 that lies in tiles, with which names and shapes are compared.
+    the new ones. Nothing lies twice but one weight at a time.
 
     Args:
         model: frozen by te_mx.freeze_weights(model, drop_master=True, ..), with the formats of the
@@ -204,7 +221,8 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     modules, taken = _modules(model), set[str]()
     if not isinstance(given, Mapping):
         raise TypeError(f"rollout.load_: given must be a snapshot, got {shown(given)}")
-    held = model.state_dict(keep_vars=True)
+    with codes_without_values():
+        held = model.state_dict(keep_vars=True)
     if missing := sorted(held.keys() ^ given.keys(), key=str):
         side = "the snapshot has not" if missing[0] in held else "the model has not"
         raise ValueError(f"rollout.load_: {missing[0]} is an entry that {side}, of {len(missing)}")
@@ -238,11 +256,13 @@ def _fits(new: Any, value: Tensor) -> bool:
 
 def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) -> set[str]:
     """Overwrite the buffers of one weight; the names that it took."""
-    held, source = module._codes(key), module._source
+    source, device = module._source, module._stored(key)[0].device
+    with codes_without_values():
+        held = saved_codes(module, key)
     names = list(named_codes(module, prefix, key, held, source.settings.w))
     parts = []
     for i, old in enumerate(held):
-        each = [given[one].to(old.device).view(old.dtype) for one in names[i :: len(held)]]
+        each = [given[one].to(device).view(old.dtype) for one in names[i :: len(held)]]
         parts.append((each[0] if len(each) == 1 else torch.stack(each)).reshape(old.shape))
     row: Operand | Stack = held_as(parts, plain_spec(source.settings.w), source.shapes[key])
     for part, new in as_buffers(settled(row)).items():
@@ -259,14 +279,14 @@ def _replace(module: Any, prefix: str, key: str, given: Mapping[str, Tensor]) ->
 def digest(model: nn.Module | Mapping[str, Tensor], *, recipe: Any = None) -> str:
     """Sixteen bytes, in hex, of a snapshot, a frozen model, or the snapshot of a model that trains
     (`recipe` as of `snapshot`): equal where names, shapes, dtypes and all bytes are. Sums of
-    integers on the device of each tensor, so it costs one read. Raises what `snapshot` does."""
-    if not isinstance(model, Mapping):
-        model = snapshot(model, recipe=recipe)
-    made = hashlib.sha256()
-    for name, value in sorted(model.items()):
-        if isinstance(value, Tensor):
-            made.update(f"{name} {value.dtype} {tuple(value.shape)} {_sum(value)}".encode())
-    return made.hexdigest()[:32]
+    integers on the device of each tensor, of codes of one weight at a time, so it costs one read.
+    Raises what `snapshot` does."""
+    each = model.items() if isinstance(model, Mapping) else _entries(model, recipe)
+    said = sorted(
+        f"{name} {value.dtype} {tuple(value.shape)} {_sum(value)}"
+        for name, value in each if isinstance(value, Tensor)
+    )  # fmt: skip
+    return hashlib.sha256("".join(said).encode()).hexdigest()[:32]
 
 
 def _sum(value: Tensor) -> int:

@@ -39,7 +39,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -277,9 +279,37 @@ def save_codes(module: Any, destination: Any, prefix: str) -> None:
         metadata[_RECIPE] = frozen.settings._asdict()
         metadata[_FIXED] = frozen.fixed._asdict()
     for key in module._weight_keys:
-        destination.update(named_codes(module, prefix, key, module._codes(key), frozen.settings.w))
+        codes = saved_codes(module, key)
+        destination.update(named_codes(module, prefix, key, codes, frozen.settings.w))
     for name, value in module._saved_with.items():
         destination.setdefault(prefix + name, value)
+
+
+_WITHOUT_VALUES = ContextVar("codes without values", default=False)
+
+
+@contextmanager
+def codes_without_values() -> Iterator[None]:
+    """Meanwhile a state_dict says names, shapes and dtypes of codes alone: no layout is undone."""
+    token = _WITHOUT_VALUES.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_VALUES.reset(token)
+
+
+def saved_codes(module: Any, key: str) -> list[Tensor]:
+    """Codes and scales, and the tensor scale, of a weight without a master, by rows."""
+    if not _WITHOUT_VALUES.get() or module._saved_as:  # some names follow from values
+        return module._codes(key)
+    fmt, (*groups, n, k) = formats.get(module._source.settings.w), module._source.shapes[key]
+    shapes: list[tuple[int, ...]] = [fmt.codes_shape(n, k), fmt.scales_shape(n, k)]
+    dtypes = [torch.uint8, fmt.scaling.storage]
+    if fmt.tensor_scaled:
+        shapes.append(fmt.tensor_scale_shape(n))
+        dtypes.append(torch.float32)
+    of_each = zip(shapes, dtypes, strict=True)
+    return [torch.empty((*groups, *one), dtype=dtype, device="meta") for one, dtype in of_each]
 
 
 def named_codes(

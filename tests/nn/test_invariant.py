@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import te_mx
 from te_mx.dispatch.fused import Activation
 from te_mx.nn import activations, invariant
-from te_mx.pytorch import DotProductAttention, LayerNorm, RMSNorm
+from te_mx.pytorch import DotProductAttention, LayerNorm, RMSNorm, TransformerLayer
 from te_mx.recipe import (
     CustomRecipe,
     Float8BlockScaling,
@@ -119,19 +119,31 @@ def test_audit_names_what_depends_on_neighbours():
     class Own(nn.Module):
         pass
 
+    block = TransformerLayer(32, 64, 2, attention_dropout=0.0, attn_input_format="bshd")
     model = nn.Sequential(
         te_mx.Linear(32, 32), nn.Linear(32, 32), te_mx.InvariantLinear(32, 32), nn.SiLU(), Own(),
-        DotProductAttention(2, 16), nn.RMSNorm(32), RMSNorm(32), nn.Dropout(0.1),
+        DotProductAttention(2, 16, invariant=True), nn.RMSNorm(32), RMSNorm(32), nn.Dropout(0.1),
+        block,
     )  # fmt: skip
+    attends = block.self_attention.core_attention
+    te_mx.convert_model(block, recipe=RECIPE)
     named = dict(te_mx.audit(model, invariant=True).dependent)
-    assert list(named) == ["0", "1", "3", "4", "5", "8"]
+    assert list(named) == ["0", "1", "3", "4", "8", "9", "9.self_attention.core_attention"]
+    assert named["9"] == "draws by place"
+    attends.invariant = True
+    assert len(te_mx.audit(model, invariant=True).dependent) == len(named) - 1
+    model[5].attention_dropout = 0.1
+    assert len(te_mx.audit(model, invariant=True).dependent) == len(named)
     assert "precision adaptive" in named["0"] and "product of torch" in named["1"]
     assert "may depend on its neighbours" in str(te_mx.audit(model, invariant=True))
-    model[5].invariant, model[4].invariant = True, True
+    model[4].invariant = True
     del model[1], model[2]
     with te_mx.autocast(recipe=RECIPE):
         assert te_mx.audit(model.eval(), invariant=True).dependent == []
     assert te_mx.audit(model).dependent is None
+    x = torch.randn(5, 9, 32)
+    whole = block.eval()(x)
+    assert torch.equal(block(x[1:3, :5].clone()), whole[1:3, :5])
 
 
 RECIPES = (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import te_mx
 from te_mx.recipe import DeepSeekV3, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from te_mx.weights import rollout
 
 RECIPES = [MXFP8BlockScaling(), MXFP4BlockScaling(), DeepSeekV3(), NVFP4BlockScaling()]
 
@@ -54,6 +57,39 @@ def test_weights_of_groups_and_bytes(recipe):
     weights = sum(one.nbytes for name, one in sent.items() if "weight" in name)
     most = 0.27 if recipe.settings.w == "mxfp4" else 0.52
     assert weights <= most * 2 * 3 * 128 * 128
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_split_weights_are_joined_and_a_layer_of_two_names_has_both(recipe):
+    """As te_mx.pytorch.TransformerLayer has them, for an engine that has them in one piece."""
+
+    def layers(**split) -> nn.Module:
+        first = te_mx.LayerNormLinear(64, 192, params_dtype=torch.bfloat16, **split)
+        second = te_mx.Linear(192, 64, params_dtype=torch.bfloat16)
+        return nn.Sequential(first, second, first, second)
+
+    trainer, engine = layers(parameters_split={"q": 128, "kv": 64}), layers()
+    te_mx.freeze_weights(engine, drop_master=True, recipe=recipe)
+    sent, x = te_mx.rollout.snapshot(trainer, recipe=recipe), torch.randn(5, 64).bfloat16()
+    assert sent.keys() == engine.state_dict().keys()
+    te_mx.rollout.load_(engine, sent)
+    assert te_mx.rollout.digest(engine) == te_mx.rollout.digest(trainer, recipe=recipe)
+    with te_mx.autocast(recipe=recipe), torch.no_grad():
+        assert torch.equal(engine(x), trainer(x))
+
+
+def test_a_digest_holds_codes_of_one_weight(monkeypatch):
+    codes_of, made = rollout._codes_of, list[weakref.ref[torch.Tensor]]()
+
+    def counted(*args):
+        assert sum(one() is not None for one in made) <= 1  # the last scales
+        codes = codes_of(*args)
+        made.extend(weakref.ref(one) for one in codes.values())
+        return codes
+
+    monkeypatch.setattr(rollout, "_codes_of", counted)
+    te_mx.rollout.digest(model())
+    assert len(made) == 3 * 2
 
 
 def test_what_does_not_fit_changes_nothing():
