@@ -7,8 +7,6 @@ and ``Tensor._version``, ``Tensor._base`` and ``torch._foreach_*`` are no intern
 torch's documentation names them, or subclasses have always read them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import pkgutil
@@ -103,7 +101,7 @@ def bind_recomputed(bound: Callable[[Any], Any]) -> None:
         forward = reentrant.forward
 
         @functools.wraps(forward)
-        def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        def bound_forward(ctx: Any, run_function: "Callable[..., Any]", *args: Any) -> Any:
             return forward(ctx, bound(run_function), *args)
 
         bound_forward.__dict__[_BINDS] = True
@@ -114,7 +112,9 @@ def bind_recomputed(bound: Callable[[Any], Any]) -> None:
         init = frame.__init__
 
         @functools.wraps(init)
-        def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        def bound_init(
+            self: Any, recompute_fn: "Callable[..., Any]", *args: Any, **kw: Any
+        ) -> None:
             init(self, bound(recompute_fn), *args, **kw)
 
         bound_init.__dict__[_BINDS] = True

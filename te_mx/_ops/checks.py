@@ -2,8 +2,6 @@
 shapes only, never at values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

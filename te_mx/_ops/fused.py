@@ -6,8 +6,6 @@ same steps one after the other (backends/reference/fused.py), which is what runs
 a kernel of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

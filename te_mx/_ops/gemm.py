@@ -2,8 +2,6 @@
 operands, and the forms that operands take which stand still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

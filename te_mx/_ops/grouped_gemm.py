@@ -8,8 +8,6 @@ Every group has the bits of its own gemm_2d. Ends of groups are as for quantize_
 the CPU are checked, those on a device clamped and never waited for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

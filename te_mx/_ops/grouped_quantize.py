@@ -1,8 +1,6 @@
 """te_mx::quantize_grouped, te_mx::quantize_weights, te_mx::columns_of_weights: the tokens and the
 weights of all groups in one call each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Ops are defined with torch.library.Library (schema, one implementation that pick
 kernel): a call costs 2.5 us where the custom_op decorator costs 10 us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

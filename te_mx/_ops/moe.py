@@ -7,8 +7,6 @@ num_tokens_post_padded counts, and no host waits for a device. te_mx::moe_align:
 expert and cut into blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

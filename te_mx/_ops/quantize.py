@@ -1,8 +1,6 @@
 """te_mx::quantize, te_mx::dequantize, te_mx::convert: matrices to codes and scales, back, and from
 one layout to another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

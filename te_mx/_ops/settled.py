@@ -3,8 +3,6 @@ every kernel of its device (`settled`); `plain` gives back the rowwise codes and
 made of, byte for byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

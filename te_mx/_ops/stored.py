@@ -5,8 +5,6 @@ for every element of every kernel that reads it. An op is no part of what it fus
 in memory, and is read.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

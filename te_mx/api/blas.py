@@ -12,8 +12,6 @@ not depend on them. Below this file B is lhs and A is rhs: D[m, n] = lhs[m, k] @
 The epilogue words of `te_mx.gemm`, checked and put into the form that ops take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NoReturn
 

@@ -9,8 +9,6 @@ and its training mode.
 revert_model: what te_mx.convert_model changed gets the class back that it had.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter

@@ -5,8 +5,6 @@ places of weight gradients) it decided for all replays, so here is kept what was
 that would decide otherwise is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref
@@ -278,7 +276,7 @@ def _checked(made: Any, captured: _Captured) -> Any:
     replay: Callable[..., Any] = made if module is None else module.forward
 
     @functools.wraps(replay)
-    def call(*args: Any, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
+    def call(*args: Any, is_first_microbatch: "bool | None" = None, **kwargs: Any) -> Any:
         if module is not None and module.training != captured.training:
             if is_first_microbatch is not None:
                 kwargs["is_first_microbatch"] = is_first_microbatch
@@ -305,7 +303,7 @@ def _own_grad(parameter: nn.Parameter) -> None:
     held = weakref.ref(parameter)
 
     @unserializable_hook
-    def own(grad: Tensor | None) -> Tensor | None:
+    def own(grad: "Tensor | None") -> "Tensor | None":
         leaf = held()
         fresh = grad is not None and leaf is not None and leaf.grad is None
         return grad.clone() if fresh else None  # type: ignore[union-attr]

@@ -3,8 +3,6 @@
 te_mx.explain_grouped: which kernels a grouped layer runs on, before the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """freeze_weights and unfreeze_weights: weights that stand still, for inference."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast

@@ -7,8 +7,6 @@ the packed operands are known, and te_mx.gemm looks only at what may have change
 dispatcher. Then the long way is taken, which says what is wrong.
 """
 
-from __future__ import annotations
-
 import math
 from operator import is_not
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@ their own parameters and their own token layout; te_mx.grouped_gemm: the product
 operands that are quantized already, or of tokens as they are.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ what is out of range there is cut off. So nothing breaks a CUDA graph, and no ad
 tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -43,7 +41,7 @@ class Grouping:
     masked_m: Tensor | None
     alignment: int = 1
 
-    def checked(self) -> Grouping:
+    def checked(self) -> "Grouping":
         """Raise ValueError or TypeError unless one way is chosen; with the alignment as an int."""
         given = {"offs": self.offs, "index": self.index, "masked_m": self.masked_m}
         chosen = [name for name, value in given.items() if value is not None]

@@ -5,8 +5,6 @@ torch's hooks on saved tensors see all that autograd saves, of every layer and o
 between them; hooks on the layers say whose forward is running.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -89,7 +87,7 @@ class record_saved:
         self._seen: dict[StorageWeakRef, set[nn.Module | None]] = {}
         self._entered = False
 
-    def __enter__(self) -> record_saved:
+    def __enter__(self) -> "record_saved":
         if self._entered:
             raise RuntimeError("record_saved: was entered before; make a new one")
         self._entered = True

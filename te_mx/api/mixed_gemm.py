@@ -7,8 +7,6 @@ code * block scale is decoded, and sums are multiplied by the tensor scales. For
 te_mx.grouped_gemm of tokens that are not quantized: so for every group.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

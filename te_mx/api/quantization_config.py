@@ -2,8 +2,6 @@
 those who read it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

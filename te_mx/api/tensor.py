@@ -4,8 +4,6 @@ Checks of what users say of codes and scales: the name of a format, parts that w
 te_mx.quantize.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -517,7 +515,7 @@ class MXTensor:
 
     # ------------------------------------------------------------------------------------- moves,
     # copies
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MXTensor:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MXTensor":
         """This tensor on another device; itself when it is there already."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"MXTensor.to moves between devices; dequantize({device}) gives values")
@@ -534,7 +532,7 @@ class MXTensor:
         whole = None if whole is None else whole.to(device, non_blocking=non_blocking)
         return _make(self._shape, self._fmt, moved, self._col_transposed, whole)
 
-    def equal(self, other: MXTensor) -> bool:
+    def equal(self, other: "MXTensor") -> bool:
         """Whether shape, format, forms and every byte are the same."""
         if not isinstance(other, MXTensor):
             raise TypeError(f"equal compares MXTensors, got {type(other).__name__}")

@@ -4,8 +4,6 @@ input and nothing else.
 Values are computed in fp32 and rounded once, to the dtype of the input.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

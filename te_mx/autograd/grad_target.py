@@ -5,8 +5,6 @@ Weight gradients that a process computes and does not own alone: what several ra
 summed and cut, and what is left for this rank goes to the parameter that the optimizer sees.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -73,7 +71,7 @@ class Versions:
         # An inference tensor has no version; nobody can tell whether it was written to.
         self._kept = [(what, t, t._version) for what, t in reads if not t.is_inference()]
 
-    def check(self, label: Label) -> None:
+    def check(self, label: "Label") -> None:
         """
         Raises:
             RuntimeError: one of the tensors was modified in place since.

@@ -30,8 +30,6 @@ quantized, and weights that stand still.
 Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -103,7 +101,7 @@ class NoGroups(torch.autograd.Function):
         if ctx.grad_target is not None and ctx.needs_input_grad[1]:
             shape, dtype = ctx.like[1]
 
-            def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+            def run(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
                 return grad.new_zeros(shape, dtype=dtype) if out is None else out
 
             made[1] = ctx.grad_target.take(Wgrad(run, ()), dtype)
@@ -131,7 +129,7 @@ class GroupLayouts(NamedTuple):
     one_copy: bool  # dgrad starts from the rowwise codes of the weights
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupLayouts:
+    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> "GroupLayouts":
         """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
         check_rows_of_tokens(settings)
         device = x.device
@@ -283,7 +281,7 @@ class _Layer(NamedTuple):
     @classmethod
     def of(
         cls, x: Tensor, call: GroupedCall, parts: Sequence[Tensor], needs: Sequence[bool], dx: bool
-    ) -> _Layer:
+    ) -> "_Layer":
         count = len(parts) // 2 if call.has_bias else len(parts)
         form = GroupLayouts.of(x, parts[0] if parts[0].dim() == 2 else parts[0][0], call.settings)
         need = _Need(dx, tuple(needs[:count]), tuple(needs[count:]))
@@ -295,7 +293,7 @@ class _Layer(NamedTuple):
 
     def forward(
         self, x: Quantized, parts: Sequence[Tensor], groups: Groups, itself: Tensor | None = None
-    ) -> tuple[Tensor, _Layer, list[Tensor | None]]:
+    ) -> "tuple[Tensor, _Layer, list[Tensor | None]]":
         """(y, what backward is told, the tensors that it keeps: of the input, unless its columns
         are made again, then of the weights). itself: the input, if that is kept."""
         weights, bias = split_parts(parts, self.call.has_bias)
@@ -506,7 +504,7 @@ def wgrad_of(
         assert q.col is not None
         return q.col
 
-    def together(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+    def together(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
         x_col = columns()
         shape = (len(groups.offs), g_col.rows, x_col.rows)
         dw = gemm_k(
@@ -515,7 +513,7 @@ def wgrad_of(
         )  # fmt: skip
         return dw if stacked else dw.flatten(0, 1)
 
-    def into(outs: Sequence[Tensor], accumulate: bool) -> bool:
+    def into(outs: "Sequence[Tensor]", accumulate: bool) -> bool:
         return gemm_k_into(g_col, columns(), groups, outs, accumulate, tag=tag, mode=mode)
 
     # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.

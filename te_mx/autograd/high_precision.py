@@ -4,8 +4,6 @@ its weight gradient has a place of its own to go.
 Shapes as in autograd/linear.py: x [M, K], w [N, K], g [M, N].
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -14,8 +14,6 @@ were made in. Compiled code needs nothing of this: there layers ask for the same
 tensor, which is one op after common subexpressions are eliminated.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -192,7 +190,7 @@ def _from_view(x: Tensor) -> Entry | None:
     return None
 
 
-def siblings_of(x: Tensor, node: Any) -> Siblings | None:
+def siblings_of(x: Tensor, node: Any) -> "Siblings | None":
     """The layers whose gradients of x add up with this one's; None where no siblings are known."""
     if not _here.entries or torch.compiler.is_compiling():
         return None

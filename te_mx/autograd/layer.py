@@ -32,8 +32,6 @@ Where the device has a kernel for it the layer is one native call each way: the 
 on the same bytes in the same order, of which only the host sees less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -16,8 +16,6 @@ A parameter of which this rank has a part is given as such (`Lent`): the functio
 here, and makes of the gradient of that one of the parameter.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -75,7 +73,7 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 _known = derived()
 
 
-def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> LinearPlan | None:
+def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call") -> LinearPlan | None:
     """The plan that runs a call each way, or None; found at once where it ran one like it."""
     settings, out_dtype, _, ready, save_x, _, tokens, lent = call
     need_dx, need_dw = x.requires_grad, weight_NK.requires_grad
@@ -151,7 +149,7 @@ class OneCallLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call,
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call",
         plan: LinearPlan,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         settings, _, tag, ready, save_x, grad_target, _, lent = call

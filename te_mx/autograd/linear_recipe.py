@@ -26,8 +26,6 @@ The steps of a weight that stands still: quantized once for several calls.
 A weight that compiled code looks for when it runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -264,7 +262,7 @@ def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Targ
 
 
 def weight_operands(
-    kept: QuantizedWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+    kept: "QuantizedWeight | None", weight_NK: Tensor | None, settings: Settings, need_dx: bool
 ) -> tuple[Operand, Operand | None]:
     """The operands of a weight for fprop and, where forward makes it, dgrad: kept ones, or made now
     in one read. A weight that is kept without its master is None."""
@@ -278,7 +276,7 @@ def weight_operands(
 
 
 def input_and_weight(
-    x: Tensor, plan: Input, kept: QuantizedWeight | None, weight_NK: Tensor, settings: Settings,
+    x: Tensor, plan: Input, kept: "QuantizedWeight | None", weight_NK: Tensor, settings: Settings,
     need_dx: bool,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x [..., K] and the weight quantized, at the same time where a kernel can."""
@@ -448,14 +446,14 @@ def wgrad(gradient: Gradient, kept: SavedOperand, settings: Settings, tag: int) 
     if g_col is None:
         assert g_MN is not None
 
-        def in_high_precision(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        def in_high_precision(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
             record(tag)
             x_MK = flatten(kept.values(g_MN.dtype))
             return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
 
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
-    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+    def gemm(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
         x_col = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
@@ -502,7 +500,7 @@ class QuantizedWeight(NamedTuple):
     made: Made = Made(0, None)
     own: bool = False  # row lies for a kernel of any number of rows: others read it by rows
 
-    def on_current_stream(self) -> QuantizedWeight:
+    def on_current_stream(self) -> "QuantizedWeight":
         """This weight, once the current stream has waited for it."""
         made, device = self.made, self.row.codes.device
         if made.event is not None and made.stream != current(device):

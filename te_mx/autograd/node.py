@@ -12,8 +12,6 @@ Below the level, on plain tensors, the code runs under ordinary autograd, and it
 every function of te_mx has such gradients, with the bits of ``backward()``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn

@@ -8,8 +8,6 @@ The normalization in front of a linear step, shared by the functions of LayerNor
 LayerNormMLP.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

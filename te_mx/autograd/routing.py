@@ -5,8 +5,6 @@ Everything is a function of the experts' numbers as a tensor: nothing waits for 
 depend on T, k and the number of experts alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ Blocks of rows lie in one token. Those of columns run along the tokens: where a 
 blocks, x itself is kept and gathered for wgrad. So every code is that of the whole input.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -7,8 +7,6 @@ again.
 torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Codes and scales are uint8 there; only MXTensor shows them as float8 dtypes. So 
 older torch releases never meet a float8 kernel.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, NoReturn, TypeVar
 

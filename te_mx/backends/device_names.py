@@ -1,8 +1,6 @@
 """What the tables of measured choices call a device: a CPU by its instruction-set level, a GPU by
 its name."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ The host is what small layers wait for: on Hopper an allocation costs it 3 to 6 
 takes eight for a forward and backward where one step after the other takes seventeen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What native code knows of formats, layouts and rules, and what its records say of a spec."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

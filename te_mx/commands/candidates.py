@@ -5,8 +5,6 @@ A layer may ask for several ops: first one that does it all in a call, if there 
 else the ops of its steps. The tables' word for the second is "steps".
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -54,7 +52,7 @@ class Layers:
     """Frozen layers of one size, as many as no cache holds: with their parameters (kept), and with
     codes alone (plain)."""
 
-    def __init__(self, shape: Shape, recipe: BlockScaling, device: torch.device) -> None:
+    def __init__(self, shape: "Shape", recipe: BlockScaling, device: torch.device) -> None:
         n, k = shape.n, shape.k
         self.recipe, self.device = recipe, device
         generator = torch.Generator(device).manual_seed(0)
@@ -81,7 +79,7 @@ class Experts:
     """Weights of experts of one size, as many as no cache holds, and routings of tokens to them;
     calls take turns with both."""
 
-    def __init__(self, shape: Shape, recipe: BlockScaling, device: torch.device) -> None:
+    def __init__(self, shape: "Shape", recipe: BlockScaling, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         self._shape = shape
         n, k, experts, _ = shape.weights
@@ -137,7 +135,7 @@ class Weights(Protocol):
 class Contest:
     """One size, on layers as they are kept or on plain codes."""
 
-    def __init__(self, shape: Shape, layers: Weights, plain: bool = False) -> None:
+    def __init__(self, shape: "Shape", layers: Weights, plain: bool = False) -> None:
         self.shape, self.recipe = shape, layers.recipe
         self.layers = layers.plain if plain else layers.kept
         device = layers.device
@@ -148,7 +146,7 @@ class Contest:
         """The result of a layer, under the choices that hold now."""
         return self.layers[i % len(self.layers)](self.x)
 
-    def trial(self, rows: Iterable[Row]) -> Trial:
+    def trial(self, rows: Iterable[Row]) -> "Trial":
         """The layer under the choices of these rows, and no others."""
         chosen = list(rows)
 

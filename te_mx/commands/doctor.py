@@ -1,7 +1,5 @@
 """Say what this machine runs and why, and check it: text to paste into an issue."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os

@@ -5,8 +5,6 @@
 has a scale for 32 elements and needs no history, with a `RecipeWarning`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable

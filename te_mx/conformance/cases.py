@@ -1,8 +1,6 @@
 """The cases of the conformance set: what is quantized to what, how bytes become a digest, and what
 products may be off by."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -49,7 +47,7 @@ class Result(NamedTuple):
     in plain torch; None where these are the same, and so the set is not of this version."""
 
     case: str
-    wrong: dict[str, Difference | None]
+    wrong: "dict[str, Difference | None]"
 
 
 @functools.cache

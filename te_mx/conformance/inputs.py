@@ -1,8 +1,6 @@
 """The inputs of the conformance set, by rule: integer arithmetic on the bits of fp32, so that they
 are the same everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -21,8 +21,6 @@ with torch.autocast: the first region of a process has it bind functions to thei
 (te_mx/torch_internals.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
@@ -60,7 +58,7 @@ class Region:
         self,
         settings: Settings | ByName | None,
         recipe: Recipe | None,
-        parent: Region | None,
+        parent: "Region | None",
         outside: bool = False,
         first_run: dict[int, Any] | None = None,
     ) -> None:
@@ -275,7 +273,7 @@ class autocast:
         self._settings = None if resolved is None else resolved.chosen
         self._open: list[Region] = []  # entered through this object and not left
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         if is_tracing():
             _traced.top = (self._settings, _traced.top)
         else:

@@ -1,8 +1,6 @@
 """What convert_model is going to do to a model, decided about every layer before the first one
 changes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType

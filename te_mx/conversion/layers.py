@@ -1,8 +1,6 @@
 """The layers that convert_model turns to: which there are, why one of them stays, and their rows in
 the report."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

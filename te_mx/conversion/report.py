@@ -1,7 +1,5 @@
 """What convert_model and revert_model did to the layers of a model, and how much of it that is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -97,7 +95,7 @@ class ConversionReport:
         return sum(m.elements for m in self.matrices if m.held) / total if total else 0.0
 
     @property
-    def left(self) -> list[Matrix]:
+    def left(self) -> "list[Matrix]":
         """The matrix parameters of other modules, the largest first."""
         return left_of(self.matrices)
 

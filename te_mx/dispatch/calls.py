@@ -1,7 +1,5 @@
 """Words of the calls that kernels run: what to quantize, epilogues, groups, how GPUs multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 

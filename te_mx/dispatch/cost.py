@@ -8,8 +8,6 @@ The three GEMMs are [M, K] x [K, N], [M, N] x [N, K] and [N, M] x [M, K].
 tests/dispatch/test_cost.py holds it to the rows of benchmarks/results.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # Bytes that quantizing an element to both directions reads and writes: bf16, two codes, two scales

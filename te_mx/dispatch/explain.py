@@ -1,8 +1,6 @@
 """Why a kernel runs a problem and each other one does not: the walk of the registry that chooses,
 with the reasons."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from te_mx.dispatch.kernels import kernels

@@ -1,7 +1,5 @@
 """Words of the steps that end in a quantizer: normalizations, activations, what a step asks for."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

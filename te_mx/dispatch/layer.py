@@ -1,8 +1,6 @@
 """What kernels are that run a layer of several steps in one call each way: a normalization or a
 quantizer, a product, and perhaps an activation and a second product."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ from num_tokens_post_padded on hold nothing, whatever lies there.
 Without sorted_token_ids every routed row r is a block of its own, of expert_ids[r].
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

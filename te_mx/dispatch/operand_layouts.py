@@ -1,8 +1,6 @@
 """In which layouts a layer asks the quantizer for its operands, so that the kernels of its device
 take them as they are."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

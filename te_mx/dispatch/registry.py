@@ -7,8 +7,6 @@ problem runs it, unless a table of measured choices (tuned/) names another one t
 one place, `forget`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@ gathers as codes, and weight gradients with a place or a time of their own under
 docs/distributed.md says what works with what.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

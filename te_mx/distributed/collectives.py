@@ -2,8 +2,6 @@
 and for process groups (tensor_parallel.py).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

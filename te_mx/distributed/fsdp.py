@@ -7,8 +7,6 @@ codes are those of the whole weight. There is no high-precision copy of the whol
 starts from the rowwise codes, as under the recipe's one_copy_weights, with the same bits.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +71,7 @@ class GatheredWeight(Tensor):
         return [*_PARTS], (self.shape[-1], self.dtype, self.fmt)
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> "GatheredWeight":
         return GatheredWeight(inner["codes"], inner["scales"], *meta)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -147,7 +145,7 @@ class Model:
     def __init__(self) -> None:
         self._shards: list[weakref.ref[ShardCodes]] = []
 
-    def add(self, shard: ShardCodes) -> None:
+    def add(self, shard: "ShardCodes") -> None:
         self._shards = [ref for ref in self._shards if ref() is not None]
         self._shards.append(weakref.ref(shard))
 
@@ -170,7 +168,7 @@ class Model:
 class Due(NamedTuple):
     """A weight that is to be quantized, and what it was when that was known."""
 
-    codes: ShardCodes
+    codes: "ShardCodes"
     shard: Tensor
     version: int
 
@@ -492,7 +490,7 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
 
     def fsdp_pre_all_gather(
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    ) -> "tuple[tuple[Tensor, ...], Any]":
         """What this rank sends: codes and scales of its rows, in the dtype of the computation."""
         return codes.sent(mp_policy.param_dtype), codes.forms
 

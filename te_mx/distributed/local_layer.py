@@ -3,8 +3,6 @@ else the module's own. The forward of the family runs on it, so a rank does what
 do with a smaller layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@ is on all ranks, in the first layers by rows and in the last one by columns. A r
 the block as one step; DTensor moves the input and sums the result, as for the layers themselves.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, NamedTuple
 

@@ -2,8 +2,6 @@
 which of the hooks that it puts around modules are known: what they do with what a layer takes and
 makes."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 import weakref

@@ -18,8 +18,6 @@ Replicate       tokens sharded    like the input      like the input      Partia
 The bias of a result that is Partial is added by one rank, in its GEMM.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -138,7 +136,9 @@ def behind_hook(module: Any, y: Tensor, mesh: Any, places: list[Placement]) -> T
     return summed(y, mesh.get_group(0)) if places[0].is_partial() and may_sum(y) else None
 
 
-def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
+def _normalized(
+    z: Tensor, mesh: Any, way: "Way", own: list[Placement], shape: torch.Size
+) -> DTensor:
     """The normalized input as a layer returns it, placed as what was normalized."""
     shares = [
         dim for dim, (kind, place) in enumerate(zip(way.kinds, own, strict=True))
@@ -149,7 +149,7 @@ def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: tor
 
 
 # ------------------------------------------------------------------------------- what a rank has
-def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
+def local_of_layer(module: Any, plan: "Plan", held: dict[str, Any]) -> Any:
     """A module as this rank sees it."""
     routed = module._routed() and torch.is_grad_enabled()
     local: dict[str, Any] = dict.fromkeys(module._parameters)
@@ -220,7 +220,7 @@ def _sizes(module: Any, local: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _run_experts(module: Any, plan: Plan, held: dict[str, Any], inp: Any, args: Any) -> Any:
+def _run_experts(module: Any, plan: "Plan", held: dict[str, Any], inp: Any, args: Any) -> Any:
     """Stacked weights, Shard(0): a rank runs the rows of its own experts, sent there before."""
     if isinstance(inp, DTensor):
         raise TypeError(

@@ -19,8 +19,6 @@ its own code NaN, so that no value of the block is finite.
 te_mx's own formats (te_mx.formats.fp8_blockwise) choose scales as Transformer Engine does.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

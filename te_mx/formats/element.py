@@ -4,8 +4,6 @@ Encoding works on the bits of fp32, so it gives the same codes on every device a
 mode.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Blockwise FP8 from the elements of OCP ("fn") to those without negative zero ("fnuz", AMD's
 MI300) and back."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 quantized matrix are and what they mean, in plain torch, on every device. And the formats by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +81,7 @@ class Format:
         return self.scaling.scale == "e4m3"
 
     @property
-    def untransformed(self) -> Format:
+    def untransformed(self) -> "Format":
         """The format without a transform: what codes mean is the same."""
         return self if self.transform is None else get(self.name.partition("+")[0])
 

@@ -6,8 +6,6 @@ weights. 128 x 1 is the columnwise form of data that stays as it lies: its bytes
 1 x 128 in layout "cols".
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A product does not change when both sides are rotated alike along k, and an outl
 its block.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -27,8 +27,6 @@ Scale byte 255 is NaN here and in the OCP specification, and stays 255. ggml rea
 neither is put in the place of the other: that is an error, for which the host looks at the scales.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

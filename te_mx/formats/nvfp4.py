@@ -4,8 +4,6 @@ Four libraries write four different streams of bytes for the same numbers. Each 
 the library's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

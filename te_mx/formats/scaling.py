@@ -1,7 +1,5 @@
 """Scaling: which elements share a scale, what the scale is stored as, and how it is chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Random bits depend on a seed and on an element's place alone, so that every backend draws the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ and in evaluation. What it gives its layers and returns must be those very value
 into the last layer must be an activation that te_mx has, of what the first ones gave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ which make the same subclass again.
 What the layers of other libraries that run in MXFP8 in place have in common.
 """
 
-from __future__ import annotations
-
 import copyreg
 import functools
 from typing import Any

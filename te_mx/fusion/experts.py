@@ -5,8 +5,6 @@ The module keeps its class, as a subclass of it, its parameters and its forward 
 te_mx.autocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

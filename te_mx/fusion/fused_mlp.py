@@ -5,8 +5,6 @@ step, see autograd/layer.py; whenever that would not be what its own forward doe
 forward runs, on the very layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ quantized input in the same read. Everywhere else its own forward runs; torch.co
 itself.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 """convert_model(fuse=True) where layers stay where they are, in models of any making: blocks,
 normalizations and attentions get a class in place, and no name changes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple

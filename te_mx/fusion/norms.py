@@ -6,8 +6,6 @@ reads it is found out by running the module that holds it on stand-ins (probe.py
 at who gets its result.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Collection, Iterator

@@ -5,8 +5,6 @@ the model; linear layers in it return made-up values and note what they were giv
 the real width tell, and no weight is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ nn.Identity those of the others, so the names of later layers stay. It holds the
 the layers: optimizer state and tied weights stay, their names in the state_dict change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 

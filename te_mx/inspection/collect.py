@@ -6,8 +6,6 @@ first, and the gradient of what it returns is g. The Conv1D of GPT-2 calls torch
 experts leave their products to whoever watches them. Only numbers are kept.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,7 +50,7 @@ class _Frame:
     """A layer that is running, and how many products it has computed. which: the step and the
     number of the next one, where their order does not say."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: "Layer") -> None:
         self.layer, self.products = layer, 0
         self.which: tuple[str, int] | None = None
 
@@ -65,7 +63,7 @@ class Watch(TorchFunctionMode):
     """
 
     def __init__(
-        self, layers: list[Layer], formats: dict[Format, str], spread: int, most: int | None,
+        self, layers: "list[Layer]", formats: dict[Format, str], spread: int, most: int | None,
         gradients: bool, seen: Callable[[], Any],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -80,7 +78,7 @@ class Watch(TorchFunctionMode):
         self._layers = layers
 
     # ------------------------------------------------------------------------------------ entering
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         for layer in self._layers:
             if isinstance(layer.module, ExpertsModule):
                 layer.module.__dict__["_watched"] = partial(self._experts, layer, layer.module)
@@ -98,8 +96,8 @@ class Watch(TorchFunctionMode):
         for layer in self._layers:
             layer.module.__dict__.pop("_watched", None)
 
-    def _start(self, layer: Layer) -> Callable[..., Any]:
-        def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start(self, layer: "Layer") -> Callable[..., Any]:
+        def start(module: "nn.Module", args: "tuple[Any, ...]", kwargs: "dict[str, Any]") -> Any:
             self._running.append(_Frame(layer))
             if not layer.grouped:
                 return None
@@ -138,7 +136,7 @@ class Watch(TorchFunctionMode):
         return self._product(frame.which or (step, index), input, weight, bias)
 
     def _experts(
-        self, layer: Layer, module: ExpertsModule, x_RK: Tensor, offs: Tensor, key: str,
+        self, layer: "Layer", module: ExpertsModule, x_RK: Tensor, offs: Tensor, key: str,
         bias_EN: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The products of an experts module, one expert after the other."""

@@ -1,7 +1,5 @@
 """te_mx.inspect: a forward and a backward of a model, and what formats make of its tensors."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

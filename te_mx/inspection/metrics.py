@@ -3,8 +3,6 @@
 Everything is asked of the Format object, so a format that is registered tomorrow is measured too.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -49,7 +47,7 @@ class Sums:
     exponents: Counter[int] = field(default_factory=Counter)
     tiles: list[int] | None = None
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: "Sums") -> None:
         """Add what was measured of more elements."""
         for name in ("elements", "signal", "noise", *_COUNTED, "nonfinite"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

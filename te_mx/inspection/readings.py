@@ -1,7 +1,5 @@
 """What te_mx.inspect found: readings, and which of them are worst or lowest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The report of te_mx.inspect: readings as tables, JSON and a picture."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -343,7 +341,7 @@ def _worth_a_name(values: list[list[float]]) -> list[int]:
 def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
     """What becomes of elements, one bar a format, over all layers."""
 
-    def shares(fmt: str) -> list[float]:
+    def shares(fmt: str) -> "list[float]":
         own = [r for r in report if r.role == role and r.format == fmt]
         return [mean_share(own, name) for name in SHARES]
 
@@ -356,7 +354,7 @@ def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
 def _tiles(axes: Any, report: Readings, role: str, fmts: list[str], first: bool) -> None:
     """The classes of Hopper's tiles, one bar a format."""
 
-    def shares(fmt: str) -> list[float]:
+    def shares(fmt: str) -> "list[float]":
         return mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
 
     names = aligning(report.about.alignment_spread).class_names

@@ -33,8 +33,6 @@ How: placeholders with the names and shapes of the files stand in the modules wh
 loads (renames, merges per-expert tensors, reads shards); then the modules take what has come.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,7 +163,7 @@ class TeMxQuantizer(HfQuantizer):
         ):
             head = None
 
-        def chosen(module: nn.Module, name: str) -> bool:
+        def chosen(module: "nn.Module", name: str) -> bool:
             if plan.experts_only:
                 return not isinstance(module, nn.Linear)
             # The layouts of per-expert tensors are those of Linear layers.
@@ -314,7 +312,7 @@ def _config_class(method: str, before: Any) -> Any:
 
     class Chosen:
         @classmethod
-        def from_dict(cls, fields: dict[str, Any], **kwargs: Any) -> Any:
+        def from_dict(cls, fields: "dict[str, Any]", **kwargs: Any) -> Any:
             found = plan_of(fields)
             if isinstance(found, Plan):
                 return TeMxConfig(**fields)

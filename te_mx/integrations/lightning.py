@@ -8,8 +8,6 @@ The model is converted where Lightning converts models, and its steps run inside
 Imports lightning, so nothing of te_mx imports it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -17,8 +17,6 @@ weight, decoded for the time of a norm.
 Imports peft, so nothing of te_mx imports it.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

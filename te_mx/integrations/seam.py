@@ -2,8 +2,6 @@
 (fusion/class_swap.py): outside of te_mx.autocast their forward is the one that their class had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

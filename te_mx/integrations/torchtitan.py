@@ -8,8 +8,6 @@ the module are told apart by their parameters, their modules and the arguments o
 and are not converted.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

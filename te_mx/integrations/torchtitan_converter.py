@@ -11,8 +11,6 @@ are converted so too (integrations/torchtitan.py).
 Imports torchtitan, so nothing of te_mx imports it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

@@ -8,8 +8,6 @@ that are there already te_mx.convert_model is the simpler way, and remembers wha
 one also reaches experts whose forward expert parallelism has replaced.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +49,7 @@ def te_mx_experts_forward(
             "experts_implementation, or run it under te_mx.autocast(enabled=False)"
         )
 
-    def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, offs: Tensor, key: str, bias: "Tensor | None") -> Tensor:
         return _product(self, x, offs, key, bias, settings)
 
     return run_experts(self, product, *given)

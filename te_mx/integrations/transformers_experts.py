@@ -8,8 +8,6 @@ up_proj, and its activation is act_fn. The gate (halves, interleaved, clamped, .
 own.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -60,10 +58,10 @@ class TransformersExperts(ExpertsModule):
         settings = dict(zip(keys_of(self), each, strict=True))
         alike = each[0] if all(one == each[0] for one in each) else None
 
-        def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
+        def product(x: Tensor, offs: Tensor, key: str, bias: "Tensor | None") -> Tensor:
             return self._product(x, offs, key, bias, settings[key])
 
-        def both(x: Tensor, to: Route, *biases: Tensor | None) -> Tensor | None:
+        def both(x: Tensor, to: Route, *biases: "Tensor | None") -> "Tensor | None":
             return self._both_products(x, to, biases, alike)
 
         return run_experts(self, product, *args, both=both, **kwargs)

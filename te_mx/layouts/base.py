@@ -5,8 +5,6 @@ its codes and scales are, its layout where they are: shapes, how to pack and unp
 may expect of addresses. Plain torch is the specification; kernels must write the same bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """Quantized matrices, as ops take and return them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -61,7 +59,7 @@ class Operand(NamedTuple):
         fmt, layout = spec_of(self.spec)
         return layout.values(fmt, self.codes, self.scales, self.k, dtype)[: self.rows]
 
-    def group(self, start: int, end: int, group: int = 0) -> Operand:
+    def group(self, start: int, end: int, group: int = 0) -> "Operand":
         """The part of group number `group` of tokens, start to end, as a matrix; of rows that lie
         by themselves the number says nothing."""
         fmt, layout = spec_of(self.spec)
@@ -72,7 +70,7 @@ class Operand(NamedTuple):
             whole = whole[group] if whole.dim() == 1 else whole[start:end]
         return Operand(*parts, f"{fmt.name}@{layout.alone}", rows, k, None, whole)
 
-    def checked(self, name: str) -> Operand:
+    def checked(self, name: str) -> "Operand":
         """This operand with parts that lie as kernels read them.
 
         Raises ValueError when its parts do not belong together.
@@ -105,7 +103,7 @@ class Operand(NamedTuple):
             _expected[spec, rows, k] = known
         return made
 
-    def checked_tokens(self, groups: int, name: str) -> Operand:
+    def checked_tokens(self, groups: int, name: str) -> "Operand":
         """The same of tokens of so many groups."""
         fmt, layout = spec_of(self.spec)
         return layout.checked_tokens(self, fmt, groups, name)
@@ -144,7 +142,7 @@ class Stack(NamedTuple):
         whole = None if self.tensor_scale is None else self.tensor_scale[i]
         return Operand(self.codes[i], self.scales[i], self.spec, self.rows, self.k, None, whole)
 
-    def checked(self, name: str) -> Stack:
+    def checked(self, name: str) -> "Stack":
         """As Operand.checked."""
         fmt, layout = spec_of(self.spec)
         return layout.checked_stack(self, fmt, name)

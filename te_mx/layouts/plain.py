@@ -6,8 +6,6 @@ cols  codes [k, rows], one a byte, scales [blocks of k, rows]: columnwise copies
       matrix that was quantized
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

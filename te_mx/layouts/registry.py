@@ -1,7 +1,5 @@
 """The layouts by name, and specs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

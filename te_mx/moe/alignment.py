@@ -1,8 +1,6 @@
 """te_mx.moe.align_block_size and batched_align_block_size: routed rows sorted by expert, cut into
 blocks."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

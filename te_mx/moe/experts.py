@@ -1,7 +1,5 @@
 """te_mx.moe.fused_experts: a whole mixture of gated MLPs on quantized weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

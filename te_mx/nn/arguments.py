@@ -6,8 +6,6 @@ Transformer Engine constructs and calls te_mx modules unchanged, and refused by 
 tests/compat holds the table to the list of Transformer Engine's arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -125,7 +123,7 @@ class Options:
     def __init__(self, kind: str, given: Mapping[str, Any], *sizes: str) -> None:
         self._owner, self.given = f"te_mx.{kind}", dict(given)
 
-        def some(names: Iterable[str]) -> dict[str, Any]:
+        def some(names: "Iterable[str]") -> "dict[str, Any]":
             return {name: given[name] for name in names if name in given}
 
         if kind in CONSTRUCTORS:

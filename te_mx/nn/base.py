@@ -4,8 +4,6 @@ checkpoints.
 reset_parameters() of the modules.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar

@@ -8,8 +8,6 @@ Checks of the arguments that the constructors of the modules share; each raises 
 parameter is made, and names the module and the argument.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn

@@ -2,8 +2,6 @@
 te_mx.autocast, or with layers that something else replaced.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from typing import Any

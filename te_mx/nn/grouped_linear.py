@@ -3,8 +3,6 @@
 m_splits of grouped layers: rows of every group, as a list or an int tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate

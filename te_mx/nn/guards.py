@@ -2,8 +2,6 @@
 attributes, functions, hooks and layers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

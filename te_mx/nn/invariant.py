@@ -2,8 +2,6 @@
 the dtype of its weights, for routers and heads, and sums in an order of their own.
 docs/invariance.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

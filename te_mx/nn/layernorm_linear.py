@@ -1,7 +1,5 @@
 """te_mx.LayerNormLinear: a normalization and a linear layer in one module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

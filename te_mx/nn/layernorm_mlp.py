@@ -1,7 +1,5 @@
 """te_mx.LayerNormMLP: a normalization and two linear layers with an activation between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """te_mx.Linear: nn.Linear that runs in MXFP8 under te_mx.autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ Normalizations outside of MXFP8: torch's own functions, in fp32 where torch's wo
 gradients of 16-bit parameters in 16 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@ of the latter: tp_group, tp_size, parallel_mode, sequence_parallel and set_tenso
 Then parameters are what this rank has; te_mx/distributed/tensor_parallel.py runs the layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

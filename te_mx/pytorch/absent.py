@@ -3,8 +3,6 @@ te_mx.pytorch or a module of it raises AttributeError that says so. `from .. imp
 Python's ImportError, by which frameworks such as Megatron-LM find out what there is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 ``transformer_engine.pytorch.cross_entropy``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

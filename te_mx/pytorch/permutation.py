@@ -5,8 +5,6 @@ on the data. The row maps are te_mx's own: int32 [tokens, experts] (or [tokens, 
 map_type="index"), the permuted row of each pair, -1 where there is none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

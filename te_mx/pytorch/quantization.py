@@ -1,7 +1,5 @@
 """Regions and questions of ``transformer_engine.pytorch.quantization``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

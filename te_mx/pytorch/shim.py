@@ -2,8 +2,6 @@
 on the path by itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec

@@ -1,8 +1,6 @@
 """CustomRecipe: a function that is asked about every layer by name, and `overrides`: a recipe, and
 other ones for the layers that a pattern names."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch

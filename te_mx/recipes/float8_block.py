@@ -1,7 +1,5 @@
 """Blockwise FP8 recipes: Transformer Engine's Float8BlockScaling, and DeepSeek-V3's."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

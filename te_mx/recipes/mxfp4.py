@@ -1,7 +1,5 @@
 """The MXFP4 recipe: 4-bit operands in the forward pass, or in all three GEMMs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from te_mx.formats.hadamard import SIGNS, SIZES, Hadamard

@@ -1,7 +1,5 @@
 """MXFP8 recipes, with the fields of Transformer Engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import Enum
 from typing import Any, NamedTuple

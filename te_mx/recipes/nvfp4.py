@@ -1,7 +1,5 @@
 """The NVFP4 recipe of Transformer Engine: 4-bit operands in all three GEMMs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from te_mx.formats.hadamard import Hadamard

@@ -1,7 +1,5 @@
 """What recipe arguments mean: te_mx's, Transformer Engine's, None."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import Enum
 from typing import Any

@@ -1,8 +1,6 @@
 """Settings: a recipe as the plain tuple that modules read and that torch.compile guards on by
 value."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, NamedTuple
 

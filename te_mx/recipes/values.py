@@ -1,7 +1,5 @@
 """Values that fields of all recipes take, and their checks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Collection
@@ -64,7 +62,7 @@ class Recipe:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__}: fields cannot be deleted, got {name}")
 
-    def __copy__(self) -> Recipe:
+    def __copy__(self) -> "Recipe":
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made

@@ -3,8 +3,6 @@
 What a tensor must be that a call writes its result into.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from enum import Enum

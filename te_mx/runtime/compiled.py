@@ -4,8 +4,6 @@ torch.compiler marks such functions, but its decorators import Dynamo, which tak
 name is marked where it is first read, which is in code that Dynamo traces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

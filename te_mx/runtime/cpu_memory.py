@@ -13,8 +13,6 @@ a weight costs. So large results lie in blocks that are kept:
 - Small results, and those of every other device, come from torch's allocator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

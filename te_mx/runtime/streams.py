@@ -5,8 +5,6 @@ stream of the call that made it. Another stream has not waited for it, and a gra
 captured only records the writing.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -89,7 +87,7 @@ class Made(NamedTuple):
     event: torch.cuda.Event | None
 
     @classmethod
-    def now(cls, device: torch.device) -> Made:
+    def now(cls, device: torch.device) -> "Made":
         """After everything enqueued so far on the current stream."""
         if device.type != "cuda" or capturing(device):
             return cls(0, None)

@@ -17,8 +17,6 @@ Contract:
 - A problem that needs nothing gets nothing: `acquire(device, 0)` returns None and touches no cache.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

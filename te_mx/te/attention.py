@@ -4,8 +4,6 @@ what Transformer Engine puts around it, the formula written out where it has not
 Where a process group shares it, each rank has its share of the heads, and needs no other rank.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ Arguments of Transformer Engine's attention modules that te_mx does not have, as
 those of the linear ones: accepted at their defaults, refused by name when set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Masks of users are Transformer Engine's: True hides a key. In here True lets a query see it.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any, NamedTuple
@@ -40,7 +38,7 @@ class Rule(NamedTuple):
         aligned = not self.bottom_right or queries == keys
         return "causal" in self.kind and not self.padded and self.left < 0 and aligned
 
-    def of_one_sequence(self) -> Rule:
+    def of_one_sequence(self) -> "Rule":
         """The rule inside a sequence without padding."""
         kind = self.kind.removeprefix("padding").removeprefix("_") or "no_mask"
         return self._replace(kind=kind)

@@ -4,8 +4,6 @@ initialization (weights normal with standard deviation 0.023, biases 0) and its 
 Transformer Engine's defaults, where they are others than te_mx's own.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """LayerNorm, RMSNorm and L2Normalization of Transformer Engine, in torch's own functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

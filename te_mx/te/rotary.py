@@ -4,8 +4,6 @@ Angles are fp32 [s, 1, 1, d]: the frequencies twice, one half after the other, o
 `interleaved`. ``y = x * cos(angle) + rotated(x) * sin(angle)``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

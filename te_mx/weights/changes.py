@@ -10,8 +10,6 @@ views made in inference_mode, by the kernels of optimizers with ``fused=True``, 
 that fill the memory of parameters behind autograd.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import weakref
@@ -116,7 +114,7 @@ def register(module: Any) -> None:
             continue
         number = id(held[0])
 
-        def gone(owner: weakref.ref[Any], number: int = number) -> None:
+        def gone(owner: "weakref.ref[Any]", number: int = number) -> None:
             if _owners.get(number) is owner:
                 del _owners[number]
 

@@ -2,8 +2,6 @@
 them once more in a form of its own, from the first call on that it takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """In which formats a frozen module runs: what te_mx.freeze_weights fixes for all regions."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from te_mx import formats

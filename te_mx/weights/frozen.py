@@ -7,8 +7,6 @@ are the weights: for each of them buffers of codes and scales, which a state_dic
 names of weights/state_dict.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +57,7 @@ class Frozen(WeightSource):
         self,
         settings: Settings,
         fixed: Fixed = frozen_formats.NOTHING,
-        before: Frozen | None = None,
+        before: "Frozen | None" = None,
     ) -> None:
         self.settings = settings
         self.fixed = fixed
@@ -72,7 +70,7 @@ class Frozen(WeightSource):
         self.in_graphs: list[Any] = []
         self.decode_weights = decode.DecodeWeights()
 
-    def without_copies(self) -> Frozen:
+    def without_copies(self) -> "Frozen":
         return type(self)(self.settings, self.fixed, self)
 
     def forget(self) -> None:
@@ -248,7 +246,7 @@ class Frozen(WeightSource):
     ) -> decode.Weight:
         """A weight of this size, as kernels for few rows see it. kept: its `operands`."""
 
-        def row() -> Operand | Stack:
+        def row() -> "Operand | Stack":
             if given.layout is layouts.ROWS:
                 return given
             return layer._plain_codes(key, kept.settings)
@@ -290,7 +288,7 @@ class Frozen(WeightSource):
         few = None if form is None else form.weight
         return [getattr(kept, "row", None), getattr(kept, "col", None), few]
 
-    def frozen_to(self, settings: Settings, fixed: Fixed, dropped: bool) -> Frozen:
+    def frozen_to(self, settings: Settings, fixed: Fixed, dropped: bool) -> "Frozen":
         """This one with other settings, and what becomes of it by them."""
         kind = (WeightOnly if fixed.weight_only else QuantizedOnly) if dropped else Frozen
         made = self if kind is type(self) else kind(settings)

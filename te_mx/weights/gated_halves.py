@@ -5,8 +5,6 @@ rows of fc1. As parameters of their own they are ordinary shards, for whoever sa
 or cuts them again. A state_dict has the one fc1 of every LayerNormMLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,8 +9,6 @@ The part of a module that holds weight gradients back (delay_wgrad_compute), sha
 family.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ for micro-batches or frozen.
 state_dicts of a grouped layer: one stacked entry, or one a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -17,8 +17,6 @@ codes are gone, or the model says anew what it holds, save_pretrained would writ
 weights.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import weakref

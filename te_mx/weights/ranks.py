@@ -3,8 +3,6 @@ tensors of several ranks are handed up, and weight gradients that belong to seve
 one who puts them together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """te_mx.rollout: weights from a trainer to the engine that generates, as the codes that the
 trainer's next forward would quantize. docs/invariance.md."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping

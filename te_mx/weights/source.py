@@ -35,8 +35,6 @@ Weights are loaded, saved, copied and moved through it: `save`, `forget`, `renew
 `without_copies`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -266,7 +264,7 @@ class WeightSource:
         """The parameters were loaded, moved, or copied with their layer: copies are old, and what
         is there now is what the state speaks of."""
 
-    def without_copies(self) -> WeightSource:
+    def without_copies(self) -> "WeightSource":
         """For a copy of the layer, whose next forward quantizes again."""
         return PARAMETERS
 

@@ -2,8 +2,6 @@
 Engine's names: ``<name>_weight``, ``<name>_bias``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

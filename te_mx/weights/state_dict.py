@@ -35,8 +35,6 @@ Checkpoints of Transformer Engine hold `_extra_state` of modules that have none 
 Loading a state_dict into one module: all of it or, where something is wrong, nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -16,8 +16,6 @@ Nothing that is kept is made while a CUDA graph is captured, or in the memory of
 runs a graph once before it captures it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +73,7 @@ class Traced(NamedTuple):
         """As of DecodeCall: AsIs stands around one of which the rows are not quantized."""
         return False
 
-    def together(self, other: Traced) -> tuple[Traced, Traced]:
+    def together(self, other: "Traced") -> "tuple[Traced, Traced]":
         """Products one behind the other, which eager code runs both in one way or the other."""
         most = min(self.most, other.most)
         any_number = self.any_number or other.any_number
@@ -166,7 +164,7 @@ def kept(module: Any, key: str, settings: Settings) -> QuantizedWeight | None:
         return None
     held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
 
-    def times(x: Operand, bias: Tensor | None, gelu: str, dtype: torch.dtype) -> Tensor:
+    def times(x: Operand, bias: "Tensor | None", gelu: str, dtype: torch.dtype) -> Tensor:
         return FROZEN_GEMM(*x[:5], held, bias, key, words, n, gelu, dtype)
 
     return QuantizedWeight(settings, TracedWeight(times), None)

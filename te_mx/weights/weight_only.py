@@ -12,8 +12,6 @@ that with inputs in bf16, and the fp32 sums with the tensor scale; else the valu
 fp32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Checks of what a user passes live above. Kernels make every tensor contiguous, b
 forget strides.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import struct

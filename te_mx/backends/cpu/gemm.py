@@ -1,8 +1,6 @@
 """The GEMM kernels of the CPU: panel kernels pack both operands, stream kernels read the codes of
 rhs as they lie."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Grouped problems on the CPU: one native call, one parallel region for all groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

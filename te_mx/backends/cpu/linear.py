@@ -1,8 +1,6 @@
 """A small linear layer as one native call each way, or once without gradients: what the host does
 between the calls of the quantizer and of the GEMM would cost more than they do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +49,9 @@ class Small(LinearKernel):
             Shape(*problem[:6]), (s.x, s.w, s.g), s.scale_rule, s.spread, *problem[7:]
         )
 
-    def calls(self, shape: Shape, formats: Formats, rule: str, spread: int, *how: Any) -> CpuCalls:
+    def calls(
+        self, shape: Shape, formats: Formats, rule: str, spread: int, *how: Any
+    ) -> "CpuCalls":
         x, w, _ = formats
         specs = Specs(f"{x}@rows", f"{x}@cols", f"{w}@rows", f"{w}@cols")
         form = linear_formats(formats, rule, spread, binding.KERNEL_IDS[self.name])
@@ -67,7 +67,11 @@ class SmallInfer(InferKernel, Small):
         known: dict[Any, CpuCalls] = {}
 
         def infer(
-            x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype, tag: int = -1
+            x_MK: Tensor,
+            w_NK: Tensor,
+            bias_N: "Tensor | None",
+            out_dtype: torch.dtype,
+            tag: int = -1,
         ) -> Tensor:
             key = x_MK.shape, Dtypes(x_MK.dtype, w_NK.dtype, None, out_dtype)
             calls = known.get(key)

@@ -1,7 +1,5 @@
 """The fused steps as one step after the other, on any device."""
 
-from __future__ import annotations
-
 import struct
 from functools import lru_cache
 

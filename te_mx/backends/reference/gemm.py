@@ -1,7 +1,5 @@
 """The GEMM kernels that run anywhere: the reference, and the epilogue of empty problems."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

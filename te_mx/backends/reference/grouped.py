@@ -2,8 +2,6 @@
 the specification; else every group on all rows, which waits for nothing.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

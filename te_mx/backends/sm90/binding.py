@@ -6,8 +6,6 @@ Calls are asynchronous on the current stream, allocate results only, and never w
 Checks of what a user passes live above.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import lru_cache
 from typing import Any

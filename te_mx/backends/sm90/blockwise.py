@@ -6,8 +6,6 @@ their rule leave the quantizer as aligned tiles (sm90/layouts/tiles.py), and wgr
 kernel of MXFP8.
 """
 
-from __future__ import annotations
-
 import torch
 
 from te_mx.backends.base import why_not_dtype

@@ -1,8 +1,6 @@
 """Mixtures with many rows an expert on Hopper: slots are sorted by expert, and everything between
 the tokens and the sums over their slots lies in that order, in tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

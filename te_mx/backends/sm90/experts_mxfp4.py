@@ -1,8 +1,6 @@
 """Mixtures on the one copy of MXFP4 experts on Hopper (layouts/nvfp4.py), for any number of tokens:
 slots are sorted by expert, and each product is one of groups of rows (nvfp4.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

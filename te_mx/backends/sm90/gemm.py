@@ -1,8 +1,6 @@
 """The GEMM kernels of Hopper: on FP8 tensor cores with aligned scales, and on the exact values in
 bf16."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,8 +1,6 @@
 """Grouped problems on Hopper: one launch quantizes all groups, one multiplies them. Ends of groups
 may stand on the device, which reads them, and nothing here waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

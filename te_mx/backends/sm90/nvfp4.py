@@ -3,8 +3,6 @@ values of their codes, times codes times block scales, which are exact in 16 bit
 of 0.5625 or 0.5313 bytes a weight. Training in NVFP4: quantizers, which write what is multiplied at
 once as these values, and products of them by cuBLAS."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -338,7 +336,7 @@ class Convert(Kernel):
     def make_plan(self, problem: Problem) -> Any:
         values = Values(problem)
 
-        def convert(operand: Operand, spec: str) -> Operand | None:
+        def convert(operand: Operand, spec: str) -> "Operand | None":
             made = values(operand._replace(tensor_scale=None), torch.bfloat16)
             if made is None:
                 return None

@@ -1,8 +1,6 @@
 """The quantizers of Hopper: both directions of a matrix from one read, plain or packed for the
 GEMM; two matrices at once; and the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +53,7 @@ class Quantizer:
         return args, made, (x, partial)
 
     def two(
-        self, what: Quantize, other: Quantizer, other_what: Quantize
+        self, what: Quantize, other: "Quantizer", other_what: Quantize
     ) -> tuple[Quantized, Quantized] | None:
         """Both matrices at the same time where the GPU has room; the first without col_sum."""
         (args, made, _alive), (args2, made2, _too) = self.filled(what), other.filled(other_what)

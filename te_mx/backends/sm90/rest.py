@@ -2,8 +2,6 @@
 where it lies. MXFP8 in tiles that give their bytes back (layouts/frozen.py), blockwise FP8 with its
 scales in the order of steps (layouts/factors.py), MXFP4 by rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

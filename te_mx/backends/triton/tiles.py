@@ -3,8 +3,6 @@
 On sm_90 they were timed; elsewhere they fit shared memory (tests/backends/triton/targets.py).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

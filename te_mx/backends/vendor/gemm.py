@@ -1,8 +1,6 @@
 """GEMMs by torch.nn.functional.scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp) and
 scaled_grouped_mm (GroupedBlas.cpp beside it)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -116,7 +114,7 @@ class ScaledMM(Kernel):
             return self.run
         rest = behind(self, problem)  # fp32 sums, which epilogues work on, are not given there
 
-        def plan(p: Product) -> Ran | None:
+        def plan(p: Product) -> "Ran | None":
             if p.epilogue == Epilogue():
                 return self.run(p)
             return None if rest is None else rest(p)
@@ -235,7 +233,7 @@ class ScaledGroupedMM(Kernel):
     def make_plan(self, problem: Problem) -> Any:
         rest = behind(self, problem)  # torch adds no bias
 
-        def plan(p: GroupedRows) -> str | None:
+        def plan(p: GroupedRows) -> "str | None":
             if p.bias is None:
                 return self.run(p)
             return None if rest is None else rest(p)
@@ -280,7 +278,7 @@ class ScaledGroupedK(Kernel):
     def make_plan(self, problem: Problem) -> Any:
         rest = behind(self, problem)  # torch adds to nothing
 
-        def plan(p: GroupedK) -> str | None:
+        def plan(p: GroupedK) -> "str | None":
             if not p.accumulate:
                 return self.run(p)
             return None if rest is None else rest(p)

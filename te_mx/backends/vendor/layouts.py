@@ -1,7 +1,5 @@
 """What torch.nn.functional.scaled_mm asks of scales, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

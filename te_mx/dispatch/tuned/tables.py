@@ -5,8 +5,6 @@ users come first, the last one before all: `te_mx.use_tuned_table`, then TE_MX_T
 files with the separator of PATH between them, or "off" for no tables at all.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import os

@@ -1,7 +1,5 @@
 """Tables of the user: add one, or forget those that were added."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

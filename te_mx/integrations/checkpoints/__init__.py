@@ -2,8 +2,6 @@
 (`plan`), and what it looks like where te_mx writes it (`STYLES`). `tensors.py` puts them into
 modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from te_mx.integrations.checkpoints import compressed_tensors, modelopt, quark, transformers

@@ -4,8 +4,6 @@ the bits.
 te_mx reads it and saves what it read, and makes no such config of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from te_mx.integrations.checkpoints.plan import SCALE, Plan

@@ -1,8 +1,6 @@
 """What stands in a module while Transformers loads codes into it, scales in the dtypes that others
 give them, and what is made of both."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -14,8 +14,6 @@ Tokens of groups have tiles of their own for every group, where `groups` has the
 words.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -18,8 +18,6 @@ copy is enough, of 1.032 bytes a number.
   spread, where nothing is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -72,7 +70,7 @@ def packed_and_listed(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, li
     cls, tile_e, row_e = tiles._align(e, counts, how)
     table, back = (one.to(codes.device) for one in (tiles.shift_table(FORMAT), _back()))
 
-    def shifted(target: Tensor) -> tuple[Tensor, Tensor]:
+    def shifted(target: Tensor) -> "tuple[Tensor, Tensor]":
         """Codes times 2^(e - target), and which of them do not come back."""
         d = torch.where(counts, (target[..., None] - e).clamp(0, MAX_SPREAD), 0)[..., None]
         made = table.view(-1)[d * 256 + c.long()]

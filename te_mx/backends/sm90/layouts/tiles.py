@@ -34,8 +34,6 @@ of 32 have one scale: their tiles are of class 0, 1 or, with E > 190, 3.
   blocks of zeros, 255 for NaN. Word 128 is the class, word 129 is E, the others are 0.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 
