@@ -21,6 +21,7 @@ SMALL = {
     "te_mx/formats/mxfp4.py": "a family of formats",
     "te_mx/formats/mxfp6.py": "a family of formats",
     "te_mx/formats/mxfp8.py": "a family of formats",
+    "te_mx/integrations/checkpoints/quark.py": "a writer of checkpoints",
     "te_mx/pytorch/attention/rope.py": "a module of Transformer Engine by its name",
     "te_mx/pytorch/fp8.py": "a module of Transformer Engine by its name",
     "te_mx/pytorch/transformer.py": "a module of Transformer Engine by its name",

@@ -4,8 +4,7 @@ te_mx is tested; `tests/project/test_torch_internals.py` takes each away in turn
 
 What nn.Module keeps its parts in (``_parameters``, ``_modules``, ``_buffers``, its dicts of hooks)
 and ``Tensor._version``, ``Tensor._base`` and ``torch._foreach_*`` are no internals in this sense:
-torch's documentation names them, or subclasses have always read them.
-"""
+torch's documentation names them, or subclasses have always read them."""
 
 import functools
 import inspect

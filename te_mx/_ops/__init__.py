@@ -2,8 +2,7 @@
 
 Each is a thin function over a torch.library op, so it compiles, traces and works under modes; on
 plain CPU and CUDA tensors it picks a kernel and runs it directly. Gradients do not flow through
-them.
-"""
+them."""
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)

@@ -1,6 +1,5 @@
 """Checks of what ops are given, before any address is taken. They look at devices, dtypes and
-shapes only, never at values.
-"""
+shapes only, never at values."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,5 @@
 """te_mx::gemm and te_mx::gemm_out: D[m, n] = epilogue(lhs[m, k] @ rhs[n, k]^T) on two quantized
-operands, and the forms that operands take which stand still.
-"""
+operands, and the forms that operands take which stand still."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -132,8 +131,7 @@ def kept_form(operand: Operand, side: str, mode: Mode, other: str = "") -> Opera
     reads without work: as it is where there is nothing to gain, and under torch.compile.
 
     side: "lhs" or "rhs", which it will be. other: the spec of what it is multiplied with; its own
-    by default.
-    """
+    by default."""
     codes = operand.codes
     if torch.compiler.is_compiling() or codes.numel() == 0:
         return operand

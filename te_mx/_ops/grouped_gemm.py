@@ -5,8 +5,7 @@ and dgrad, groups of k are wgrad.
     gemm_k     D_g          = lhs[:, start:end] @ rhs[:, start:end]^T
 
 Every group has the bits of its own gemm_2d. Ends of groups are as for quantize_grouped: those on
-the CPU are checked, those on a device clamped and never waited for.
-"""
+the CPU are checked, those on a device clamped and never waited for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -189,8 +188,7 @@ def gemm_k_into(
 
     False where no kernel reaches them in one launch, and nothing was done: where the kernel of the
     problem cannot, under torch.compile and other watchers, for tensors of several dtypes, and where
-    their addresses are not whole rows apart.
-    """
+    their addresses are not whole rows apart."""
     sides = lhs.scales, rhs.codes, rhs.scales, groups.offs
     if not is_direct(lhs.codes, *sides, *outs) or len({out.dtype for out in outs}) > 1:
         return False

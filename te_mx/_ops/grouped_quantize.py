@@ -107,8 +107,7 @@ def quantize_weights(
     """Quantize the weights of all groups, each [rows, cols] or all in one tensor [G, rows, cols]:
     the operand for fprop, and the one for dgrad if `col` names its spec.
 
-    Every weight gives the bytes of quantize_2d.
-    """
+    Every weight gives the bytes of quantize_2d."""
     made, made_col = _quantized_weights(QuantizeWeights(weights, row, col, rule))
     assert made is not None
     return made, made_col

@@ -1,7 +1,6 @@
 """te_mx::plain_rows: a weight that stands still lies once, in the layout of which one copy serves
 every kernel of its device (`settled`); `plain` gives back the rowwise codes and scales that it was
-made of, byte for byte.
-"""
+made of, byte for byte."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar

@@ -9,8 +9,7 @@ Row-major shapes, with BLAS letters as Transformer Engine uses them; D is always
 Nothing is copied here: kernels take columnwise copies in both layouts, and bits of the result do
 not depend on them. Below this file B is lhs and A is rhs: D[m, n] = lhs[m, k] @ rhs[n, k]^T.
 
-The epilogue words of `te_mx.gemm`, checked and put into the form that ops take.
-"""
+The epilogue words of `te_mx.gemm`, checked and put into the form that ops take."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -49,8 +48,7 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
     """The two operands (logical A [m, k], B [n, k]) that a layout reads from two MXTensors.
 
     Raises ValueError when a copy is missing, devices differ or the sizes of k differ, TypeError for
-    what is no MXTensor.
-    """
+    what is no MXTensor."""
     check_layout(layout)
     for name, tensor in (("A", A), ("B", B)):
         if not hasattr(tensor, "operand"):
@@ -103,8 +101,7 @@ def resolve(
 
     grad=False: bias [m] is added, gelu is applied. grad=True: gelu_in [n, m] asks for the product
     with the derivative (gelu names the form, "tanh" by default), bias asks for the bias gradient:
-    with gelu_in the column sums of D [m] ("result"), else the sums of B over k [n] ("operand").
-    """
+    with gelu_in the column sums of D [m] ("result"), else the sums of B over k [n] ("operand")."""
     check_flag("grad", grad)
     check_flag("accumulate", accumulate)
     if gelu is not None and not is_one_of(gelu, GELUS):

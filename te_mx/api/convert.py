@@ -6,8 +6,7 @@ to it stays by construction: the module's identity (shared modules, references i
 parameters (tied weights, optimizer state, device, dtype, requires_grad, meta tensors), its hooks
 and its training mode.
 
-revert_model: what te_mx.convert_model changed gets the class back that it had.
-"""
+revert_model: what te_mx.convert_model changed gets the class back that it had."""
 
 import copy
 import warnings
@@ -197,8 +196,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     fuse_wgrad_accumulation, delay_wgrad_compute). Blocks and normalizations that ``fuse=True``
     fused where they stand get their own class back, modules that it made become the layers that
     they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
-    stay, with the reason. Bound recipes are removed, also from modules that stay.
-    """
+    stay, with the reason. Bound recipes are removed, also from modules that stay."""
     check_module(model)
     unbind(model)
     given_back = [*unfuse_in_place(model), *unfuse(model)]

@@ -2,8 +2,7 @@
 
 A CUDA graph replays kernels on addresses. Whatever Python decided while it was captured (recipes,
 places of weight gradients) it decided for all replays, so here is kept what was decided, and a call
-that would decide otherwise is refused.
-"""
+that would decide otherwise is refused."""
 
 import functools
 import gc
@@ -182,8 +181,7 @@ class _Captured:
     """What Python decided for the replays of one callable.
 
     settings: of its te_mx modules, or of the region of a function. own: whether they belong to the
-    graph, so that calls outside of regions run them.
-    """
+    graph, so that calls outside of regions run them."""
 
     def __init__(self, function: Any, own: bool) -> None:
         self.label = type(function).__name__ if isinstance(function, nn.Module) else shown(function)

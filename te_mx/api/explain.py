@@ -1,7 +1,6 @@
 """te_mx.explain: what runs a GEMM and why, before the call.
 
-te_mx.explain_grouped: which kernels a grouped layer runs on, before the call.
-"""
+te_mx.explain_grouped: which kernels a grouped layer runs on, before the call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,7 @@ either: the modules of te_mx.nn are what trains.
 Of two tensors that stand still, after a few calls of the same kind, the plan of their kernel and
 the packed operands are known, and te_mx.gemm looks only at what may have changed: the codes
 (torch counts writes to them), the stream, a graph that is being captured, and who watches the
-dispatcher. Then the long way is taken, which says what is wrong.
-"""
+dispatcher. Then the long way is taken, which says what is wrong."""
 
 import math
 from operator import is_not
@@ -151,8 +150,7 @@ ROUNDINGS = ("nearest", "stochastic")
 class GemmOutput(NamedTuple):
     """Result of `te_mx.gemm`.
 
-    out: D [n, m]. aux: the value before GELU [n, m], or None. bias_grad: [m] or [n], or None.
-    """
+    out: D [n, m]. aux: the value before GELU [n, m], or None. bias_grad: [m] or [n], or None."""
 
     out: Tensor
     aux: Tensor | None

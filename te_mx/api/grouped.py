@@ -1,7 +1,6 @@
 """te_mx.grouped_linear and te_mx.grouped_wgrad: grouped products for mixtures of experts that keep
 their own parameters and their own token layout; te_mx.grouped_gemm: the products of all groups on
-operands that are quantized already, or of tokens as they are.
-"""
+operands that are quantized already, or of tokens as they are."""
 
 import itertools
 from collections.abc import Sequence
@@ -264,8 +263,7 @@ def is_quantized(weight: Any) -> bool:
 def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
     """The weights of all groups as one operand.
 
-    Raises TypeError or ValueError for what is no MXTensor [G, N, K], or a sequence of [N, K].
-    """
+    Raises TypeError or ValueError for what is no MXTensor [G, N, K], or a sequence of [N, K]."""
     if isinstance(weight, MXTensor):
         operand = _rowwise(weight, name, owner)
         if len(weight.shape) != 3 or 0 in weight.shape[:1]:

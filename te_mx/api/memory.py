@@ -2,8 +2,7 @@
 selective activation checkpointing may save of te_mx layers.
 
 torch's hooks on saved tensors see all that autograd saves, of every layer and of whatever lies
-between them; hooks on the layers say whose forward is running.
-"""
+between them; hooks on the layers say whose forward is running."""
 
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -160,6 +159,5 @@ def checkpoint_ops() -> list[Any]:
         y = checkpoint(block, x, use_reentrant=False, context_fn=context)
 
     Backward then quantizes, normalizes and activates again, and multiplies nothing again. What a
-    GEMM returns is saved: its result, and inside te_mx.LayerNormMLP what GELU reads.
-    """
+    GEMM returns is saved: its result, and inside te_mx.LayerNormMLP what GELU reads."""
     return [GEMM, GEMM_ROWS]

@@ -4,8 +4,7 @@ not quantized (W4A16 and the like).
 Codes are decoded for the time of the product: to bf16 where the other side is bf16 and the format's
 values are too, else to fp32. Products are those of torch, sums fp32, rounded once. Of NVFP4
 code * block scale is decoded, and sums are multiplied by the tensor scales. For
-te_mx.grouped_gemm of tokens that are not quantized: so for every group.
-"""
+te_mx.grouped_gemm of tokens that are not quantized: so for every group."""
 
 from typing import Any, NamedTuple
 
@@ -163,8 +162,7 @@ def run_grouped(
     group are 0.
 
     Where the host knows the groups, each has the bits of te_mx.gemm. Elsewhere all weights are
-    decoded at once, to bf16 where all dtypes are that.
-    """
+    decoded at once, to bf16 where all dtypes are that."""
     offs, capacity = groups
     if readable(offs):
         rows = x_RK.shape[0]

@@ -1,6 +1,5 @@
 """quantization_config: what config.json says of a model whose weights are codes, in the words of
-those who read it.
-"""
+those who read it."""
 
 from typing import Any
 

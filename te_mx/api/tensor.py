@@ -1,8 +1,7 @@
 """MXTensor: codes and scales of one logical tensor, rowwise, columnwise or both.
 
 Checks of what users say of codes and scales: the name of a format, parts that were not made by
-te_mx.quantize.
-"""
+te_mx.quantize."""
 
 import math
 from collections.abc import Sequence
@@ -338,16 +337,14 @@ class MXTensor:
     @property
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, float8 [rows, cols] or transposed, or
-        None.
-        """
+        None."""
         whole = self._col_transposed or self.format.element.bits == 8
         return self._hand_out(self._held[2], self._element if whole else torch.uint8)
 
     @property
     def columnwise_scale(self) -> Tensor | None:
         """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or float32, perhaps
-        transposed, or None.
-        """
+        transposed, or None."""
         return self._hand_out(self._held[3], self.format.scaling.torch_dtype)
 
     @property
@@ -434,8 +431,7 @@ class MXTensor:
         """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
         exist.
 
-        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
-        """
+        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows]."""
         if not is_one_of(usage, ("rowwise", "columnwise")):
             raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
         (codes, scales), rows, k, layout = self._copy(usage), self.rows, self.cols, "rows"
@@ -464,8 +460,7 @@ class MXTensor:
         is used again, with operands of spec `other`.
 
         The first use packs inside the GEMM; the second one says that the tensor stands still, so it
-        keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
-        """
+        keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones."""
         operand = self.operand(usage)
         if usage in self._standing and mode == ops.Mode():
             return self._standing_operand(usage, side, mode)

@@ -1,8 +1,7 @@
 """An activation by itself, gated or not, in one read and one write each way; backward keeps its
 input and nothing else.
 
-Values are computed in fp32 and rounded once, to the dtype of the input.
-"""
+Values are computed in fp32 and rounded once, to the dtype of the input."""
 
 from typing import Any
 

@@ -2,8 +2,7 @@
 parameter (Transformer Engine's fuse_wgrad_accumulation), or computed later (delay_wgrad_compute).
 
 Weight gradients that a process computes and does not own alone: what several ranks computed is
-summed and cut, and what is left for this rank goes to the parameter that the optimizer sees.
-"""
+summed and cut, and what is left for this rank goes to the parameter that the optimizer sees."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -45,8 +44,7 @@ class GroupedWgrad(Wgrad):
 
     one(i, out, accumulate): the GEMM of weight i alone, into `out`; None where they only run
     together. into(outs, accumulate): all of them, each into a tensor of its own; False where that
-    cannot be done, and was not.
-    """
+    cannot be done, and was not."""
 
     __slots__ = ("into", "one")
 
@@ -174,8 +172,7 @@ class Use(NamedTuple):
     """One backward pass that reaches the weights of a WeightGradient.
 
     task: which pass it is. wanted: of which weights it computes gradients. captured: whether
-    torch.autograd.grad waits for one of these, which must then get a tensor.
-    """
+    torch.autograd.grad waits for one of these, which must then get a tensor."""
 
     task: int
     wanted: tuple[bool, ...]
@@ -386,8 +383,7 @@ class WeightGradient:
 
         As in Transformer Engine, only parameters that have ``grad_added_to_main_grad`` get one, and
         all of one shape share its memory; its values mean nothing, they are zero where the
-        parameter has ``zero_out_wgrad``.
-        """
+        parameter has ``zero_out_wgrad``."""
         marked = [
             p for p in self.parameters if p.requires_grad and hasattr(p, "grad_added_to_main_grad")
         ]

@@ -27,8 +27,7 @@ A grouped layer of no groups: what a rank runs that has none of the experts.
 The steps of grouped linear layers that read the recipe: in which forms tokens and weights are
 quantized, and weights that stand still.
 
-Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast.
-"""
+Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -185,8 +184,7 @@ def grouped_plain(
     every group, or one tensor [G, N, K]. No bias: [].
 
     A loop over the groups where the host knows them. Elsewhere F.grouped_mm in bf16, or every
-    group on all rows: slower, but nothing waits for the device.
-    """
+    group on all rows: slower, but nothing waits for the device."""
     offs, capacity = groups
     each = list(biases) if biases else [None] * len(weights)
     if not readable(offs):
@@ -536,8 +534,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
     """x [..., K] -> [..., N], differentiable; rows are those of x flattened.
 
     parts: the weights [N, K] of all groups and then the biases [N], or one stacked weight [G, N, K]
-    and one bias [G, N]; offs: end offsets of the groups.
-    """
+    and one bias [G, N]; offs: end offsets of the groups."""
     settings = call.settings
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if not by_steps(settings):

@@ -2,8 +2,7 @@
 quantized operands, and in high precision where weight gradients have a place of their own.
 
 Shapes and parts as in autograd/grouped.py, steps of one group as in autograd/linear_recipe.py. The
-weight gradients of all groups are one function of where they go, as of the grouped function.
-"""
+weight gradients of all groups are one function of where they go, as of the grouped function."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -11,8 +11,7 @@ its region ends.
 
 Operands are used on the stream that they were made on, and inside the CUDA graph capture that they
 were made in. Compiled code needs nothing of this: there layers ask for the same op on the same
-tensor, which is one op after common subexpressions are eliminated.
-"""
+tensor, which is one op after common subexpressions are eliminated."""
 
 import threading
 import weakref

@@ -29,8 +29,7 @@ Codes of a block that backward can make again to the byte are not saved either: 
 and those of an x that a normalization just made, of what it was made of.
 
 Where the device has a kernel for it the layer is one native call each way: the kernels of the steps
-on the same bytes in the same order, of which only the host sees less.
-"""
+on the same bytes in the same order, of which only the host sees less."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

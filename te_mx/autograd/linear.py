@@ -13,8 +13,7 @@ columns of the output gradient that the first one leaves. Of a weight of which o
 codes are left, the values of the codes stand for the weight.
 
 A parameter of which this rank has a part is given as such (`Lent`): the function reads what is
-here, and makes of the gradient of that one of the parameter.
-"""
+here, and makes of the gradient of that one of the parameter."""
 
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -320,8 +319,7 @@ class Call(NamedTuple):
     columnwise codes, with the same result. `grad_target` says where the weight gradient goes. With
     `tokens` x is what one rank has of the input, with `lent` a parameter of several of them is the
     weight. With a `tag` the kernels that run are recorded in LAST_RUN of runtime/kernel_log.py at
-    tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
-    """
+    tag, tag + 1 and tag + 2: fprop, dgrad and wgrad."""
 
     settings: Settings
     out_dtype: torch.dtype

@@ -568,8 +568,7 @@ def on_codes(settings: Settings) -> Settings:
     itself it gets the values of the codes, as in "dequantized". Columns of codes with fewer than 8
     bits are MXFP8, which holds the values of neighbouring rows as they are unless their scales lie
     more than 2^9 apart, while the codes' own format would round them once more. No other format
-    holds those of NVFP4: dgrad runs on the values, as in "dequantized".
-    """
+    holds those of NVFP4: dgrad runs on the values, as in "dequantized"."""
     w = formats.get(settings.w)
     keeps_values = settings.backward == "high_precision" or w.tensor_scaled
     backward, w_col = "dequantized" if keeps_values else settings.backward, settings.w_col

@@ -9,8 +9,7 @@ The gradients of torch.func (grad, grad_and_value, vjp) through MXFP8 code, whic
 that autograd does not see: one level of them.
 
 Below the level, on plain tensors, the code runs under ordinary autograd, and its graph is kept. So
-every function of te_mx has such gradients, with the bits of ``backward()``.
-"""
+every function of te_mx has such gradients, with the bits of ``backward()``."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,8 +87,7 @@ def refuse(
     """Raise NotImplementedError where one of `tensors` carries what `owner` would drop. Called when
     something is `active`.
 
-    grad: whether gradients that a transform wants count; None where autograd is enabled.
-    """
+    grad: whether gradients that a transform wants count; None where autograd is enabled."""
     if torch.compiler.is_dynamo_compiling():  # the tensors cannot be looked at
         carried: str | None = "tensors inside forward-mode AD or a transform of torch.func"
     else:
@@ -286,8 +284,7 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
 
     The link is an empty tensor that nobody but backward sees: its grad_fn is the node itself. From
     gradients that depend on it, a path leads to all that the node is a function of, see
-    `run_backward`. Compiled code refuses second derivatives itself.
-    """
+    `run_backward`. Compiled code refuses second derivatives itself."""
     if torch.compiler.is_compiling():
         ctx.linked = False
         ctx.save_for_backward(*saved)
@@ -330,8 +327,7 @@ def run_backward(
 
     Under create_graph=True the gradients that it returns are right, but theirs must not be silently
     zero: they come from a node that raises and has an edge to each output gradient and, through the
-    link, to each input. Whatever way a second derivative takes, it meets an error.
-    """
+    link, to each input. Whatever way a second derivative takes, it meets an error."""
     saved, link = ctx.saved_tensors, None
     if getattr(ctx, "linked", True):
         saved, link, grads = saved[:-1], saved[-1], grads[:-1]

@@ -5,8 +5,7 @@ z is computed in fp32 and rounded once to the dtype of x. Saved for backward: x,
 stream of a transformer keeps anyway, the weight, and mean and rstd in fp32, 8 bytes a row.
 
 The normalization in front of a linear step, shared by the functions of LayerNormLinear and
-LayerNormMLP.
-"""
+LayerNormMLP."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -66,8 +65,7 @@ class NormStep(NamedTuple):
         """The gradients of x, weight and bias as far as they are needed, in their dtypes.
 
         dz is that of z as the linear step sees it, g_z that of z as it was returned; x has the
-        shape and dtype `like`.
-        """
+        shape and dtype `like`."""
         dz_MK = dz_MK if g_z is None else dz_MK + flatten(g_z)
         x, weight_K, mean_M, rstd_M = saved
         if x is None or weight_K is None or rstd_M is None:

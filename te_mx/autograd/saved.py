@@ -2,8 +2,7 @@
 
 Leading dimensions: steps know matrices only.
 
-What is known of sizes in code that is traced for more than one.
-"""
+What is known of sizes in code that is traced for more than one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

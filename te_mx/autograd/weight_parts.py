@@ -4,8 +4,7 @@ and v of an attention; each part may be there as codes alone.
 Kernels read the parts where they lie. Joined weights are never saved: backward reads the parameters
 again.
 
-torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes.
-"""
+torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

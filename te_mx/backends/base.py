@@ -1,8 +1,7 @@
 """Words of native code that every backend shares: element formats, orders, scale rules, dtypes.
 
 Codes and scales are uint8 there; only MXTensor shows them as float8 dtypes. So torch.compile and
-older torch releases never meet a float8 kernel.
-"""
+older torch releases never meet a float8 kernel."""
 
 import os
 from typing import Any, NoReturn, TypeVar
@@ -22,8 +21,7 @@ _V = TypeVar("_V")
 def why_forced() -> str | None:
     """Why nothing native runs, where TE_MX_BACKEND names another backend.
 
-    Raises ValueError for a name that no backend has.
-    """
+    Raises ValueError for a name that no backend has."""
     if forced not in ("", "triton", "vendor"):
         raise ValueError(f'TE_MX_BACKEND must be "triton" or "vendor" or not set, got {forced!r}')
     return f"TE_MX_BACKEND={forced} asks for another backend" if forced else None

@@ -2,8 +2,7 @@
 they read in one buffer. What the native modules of CPUs and of Hopper share.
 
 The host is what small layers wait for: on Hopper an allocation costs it 3 to 6 us, and this way
-takes eight for a forward and backward where one step after the other takes seventeen.
-"""
+takes eight for a forward and backward where one step after the other takes seventeen."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 every configuration.
 
 A layer may ask for several ops: first one that does it all in a call, if there is such a kernel,
-else the ops of its steps. The tables' word for the second is "steps".
-"""
+else the ops of its steps. The tables' word for the second is "steps"."""
 
 import gc
 import json

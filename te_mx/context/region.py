@@ -18,8 +18,7 @@ Two other readers shape this file:
 
 torch.utils.checkpoint runs a function again inside the region that it ran in first, as it does
 with torch.autocast: the first region of a process has it bind functions to theirs
-(te_mx/torch_internals.py).
-"""
+(te_mx/torch_internals.py)."""
 
 import asyncio
 import functools

@@ -109,8 +109,7 @@ def protected_in(model: nn.Module) -> dict[int, str]:
     """Why a module of a model of Transformers stays in fp32, whatever dtype that is loaded in, by
     id: one of its own parameters is among those that the model, or a model inside of it, names in
     ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``. A name stands for whole parts of
-    a parameter's path, as Transformers reads it.
-    """
+    a parameter's path, as Transformers reads it."""
     found: dict[int, str] = {}
     for owner in model.modules():
         for attribute in _KEPT_IN_FP32:

@@ -44,8 +44,7 @@ class ConversionReport:
     or three dimensions, each counted once, but those of embeddings, convolutions and
     normalizations, and those with a dimension of size 1. `convolutions` are the weights of those,
     which te_mx does not run, `parameters` is the number of elements of all parameters. `recipe` is
-    what was bound, or None.
-    """
+    what was bound, or None."""
 
     def __init__(
         self,
@@ -191,8 +190,7 @@ def _weights_of(
 def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matrix]:
     """The matrix parameters of a model, each once: those of two or three dimensions (experts are
     stacked) without one of size 1, but no embeddings, convolutions and normalizations. An embedding
-    whose weight is tied to a linear layer counts there. `also`: modules that count as te_mx's.
-    """
+    whose weight is tied to a linear layer counts there. `also`: modules that count as te_mx's."""
     ours = [m for m in model.modules() if isinstance(m, MXModule) or m in also]
     held = {id(parameter) for module in ours for parameter in module.parameters()}
     found: dict[int, Matrix] = {}

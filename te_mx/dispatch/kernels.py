@@ -46,8 +46,7 @@ class Kernel:
     configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
     invariant: whether the bits of a row of the product depend on that row of lhs and on rhs alone.
     multiplies: by itself; False: by the kernel that is chosen for the GEMM.
-    planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`.
-    """
+    planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`."""
 
     op: str
     name: str

@@ -48,8 +48,7 @@ class LayerProblem(NamedTuple):
     m: rows of x. x_dtype: of x; dtype: of z, h and y. norm_dtype: of weight and bias of the
     normalization and of their gradients. norm_bias: whether it has one.
     need_dx: whether backward goes through the first product to x, with the gradients of the
-    normalization. return_z: whether forward returns z, too.
-    """
+    normalization. return_z: whether forward returns z, too."""
 
     m: int
     x_dtype: torch.dtype

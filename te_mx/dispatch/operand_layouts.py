@@ -25,8 +25,7 @@ def wanted_layouts(
     """ "<row> <col> <right col> <right row>": layouts that the kernel of an op wants for two
     formats of a large problem.
 
-    A plain function of constants that returns one.
-    """
+    A plain function of constants that returns one."""
     many = 1 << 10
     problem = Problem(
         op, place_of(device), f"{lhs}@any", f"{rhs}@any", many, many, many, 0, precision,

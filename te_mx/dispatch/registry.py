@@ -4,8 +4,7 @@ A kernel is registered once, in the order of preference of its op. The first one
 problem runs it, unless a table of measured choices (tuned/) names another one that accepts it too.
 `pick` costs a look-up by what envelopes look at, `planned` one by all that a plan depends on;
 `explain` walks the same list and keeps the reasons. What was chosen and all plans are forgotten in
-one place, `forget`.
-"""
+one place, `forget`."""
 
 from typing import Any
 
@@ -41,8 +40,7 @@ def pick(
     spread: int = 8, rule: str = "rceil",
 ) -> Kernel:  # fmt: skip
     """The kernel of a problem (see Problem for the words; sizes are m, n, k). The reference accepts
-    everything, so there is one. The hot path: one look-up, two where sizes decide.
-    """
+    everything, so there is one. The hot path: one look-up, two where sizes decide."""
     m, n, k = sizes
     # Sizes as far as envelopes look at them: nothing, few rows (of whole vectors or not), many, too
     # many to count.

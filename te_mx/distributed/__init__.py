@@ -1,7 +1,6 @@
 """te_mx on several ranks: tensor parallelism over DTensors or a process group, weights that FSDP2
 gathers as codes, and weight gradients with a place or a time of their own under both.
-docs/distributed.md says what works with what.
-"""
+docs/distributed.md says what works with what."""
 
 import importlib
 import sys

@@ -4,8 +4,7 @@ parameters that weight gradients belong to.
 Under `quantized_all_gather` each rank quantizes its rows of a weight and FSDP2 gathers these codes,
 1.03 bytes a parameter in MXFP8 where bf16 takes 2. Blocks run along k and shards are rows, so the
 codes are those of the whole weight. There is no high-precision copy of the whole weight: dgrad
-starts from the rowwise codes, as under the recipe's one_copy_weights, with the same bits.
-"""
+starts from the rowwise codes, as under the recipe's one_copy_weights, with the same bits."""
 
 import inspect
 import weakref
@@ -139,8 +138,7 @@ class Model:
     layers that keep the whole weight for backward anyway or that do not train, or where the shard
     was written meanwhile. Weights that are gathered together are cast in one call, to memory of all
     of them, and so are their codes. They are sent as bytes: FSDP2 copies bf16 by way of fp32, which
-    changes what would be NaN.
-    """
+    changes what would be NaN."""
 
     def __init__(self) -> None:
         self._shards: list[weakref.ref[ShardCodes]] = []

@@ -1,7 +1,6 @@
 """A module as one rank sees it: what it has of the parameters, with sizes to match, and everything
 else the module's own. The forward of the family runs on it, so a rank does what one process would
-do with a smaller layer.
-"""
+do with a smaller layer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -261,8 +261,7 @@ class Way(NamedTuple):
 class Plan(NamedTuple):
     """How a module runs: on a mesh, in a way; where the gradient of each parameter lies; and which
     of them are biases that another rank adds. It holds for parameters that lie as these
-    do, these settings and an input that is placed so, None for a plain tensor.
-    """
+    do, these settings and an input that is placed so, None for a plain tensor."""
 
     mesh: Any
     way: Way

@@ -108,8 +108,7 @@ class Format:
     # ------------------------------------------------------------------------------------ packing
     def pack(self, codes: Tensor) -> Tensor:
         """Codes one a byte [.., k] -> bytes [.., code_bytes(k)], low bits first; zeros at the end
-        of a row.
-        """
+        of a row."""
         return packing.pack(codes, self.element.bits)
 
     def unpack(self, packed: Tensor, k: int) -> Tensor:
@@ -182,8 +181,7 @@ class Format:
 
     def decode(self, codes: Tensor, k: int, *factors: Tensor) -> Tensor:
         """Values [rows, k] of codes [rows, code_bytes(k)], times the factors [rows, blocks(k)] of
-        their blocks, one after the other. fp32, or fp64 if a factor is.
-        """
+        their blocks, one after the other. fp32, or fp64 if a factor is."""
         whole = self.blocks(k) * self.block
         codes = _pad_last(codes, self.code_bytes(whole))
         values = self.element.decode(self.unpack(codes, whole))

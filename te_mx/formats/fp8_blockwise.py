@@ -3,8 +3,7 @@
 DeepSeek-V3's recipe, Transformer Engine's Float8BlockScaling and torchao's blockwise FP8 training
 use them: 1 x 128 for inputs and output gradients, along the reduction dimension, and 128 x 128 for
 weights. 128 x 1 is the columnwise form of data that stays as it lies: its bytes are those of
-1 x 128 in layout "cols".
-"""
+1 x 128 in layout "cols"."""
 
 import struct
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """NVFP4: 4-bit elements, one E4M3 scale for 16 of them, one fp32 scale for the whole tensor.
 
 Four libraries write four different streams of bytes for the same numbers. Each is a rule here, by
-the library's name.
-"""
+the library's name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -28,8 +28,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     """Philox4x32-7: four random words of a counter of four words and a key of two.
 
     All are 32-bit words in int64 tensors, which broadcast. Salmon, Moraes, Dror and Shaw, "Parallel
-    random numbers: as easy as 1, 2, 3" (SC 2011).
-    """
+    random numbers: as easy as 1, 2, 3" (SC 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -82,8 +81,7 @@ def encode(element: Element, bits: Tensor, power: Tensor, random: Tensor) -> Ten
 
     So a q that is a code stays, and others go to one of their neighbours with a mean of q, but for
     what lies below 2^-16 of a gap. Arguments are as of `Element.encode`; random: 16 bits for every
-    element (int32).
-    """
+    element (int32)."""
     drop = MANTISSA_BITS - element.mantissa_bits
     lowest = element.min_bits
     q = normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)

@@ -3,8 +3,7 @@ fc2(act(fc1(x))), and with which activation.
 
 Names say nothing for certain, so every candidate is run on stand-ins (probe.py), in training
 and in evaluation. What it gives its layers and returns must be those very values, and what goes
-into the last layer must be an activation that te_mx has, of what the first ones gave.
-"""
+into the last layer must be an activation that te_mx has, of what the first ones gave."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple

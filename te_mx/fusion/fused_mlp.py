@@ -2,8 +2,7 @@
 
 The block keeps its class as a base, and its three (or two) linear layers. In MXFP8 it runs as one
 step, see autograd/layer.py; whenever that would not be what its own forward does, its own
-forward runs, on the very layers.
-"""
+forward runs, on the very layers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

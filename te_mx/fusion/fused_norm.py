@@ -3,8 +3,7 @@
 It keeps its class as a base. In MXFP8 and in eager mode it is one step (autograd/norm.py), which
 keeps no copies of its input for backward and, where linear layers read its result, makes their
 quantized input in the same read. Everywhere else its own forward runs; torch.compile fuses that
-itself.
-"""
+itself."""
 
 from typing import Any, NamedTuple
 

@@ -3,8 +3,7 @@ converted layers read what they return.
 
 What a module computes is found out on numbers: its own forward against the formulas, in fp32. Who
 reads it is found out by running the module that holds it on stand-ins (probe.py) and looking
-at who gets its result.
-"""
+at who gets its result."""
 
 import inspect
 import itertools

@@ -3,8 +3,7 @@
 nn.Linear and te_mx's modules, in high precision, all multiply by torch.nn.functional.linear: what
 it is given inside of a layer is that layer's x and w, also where a module normalizes or activates
 first, and the gradient of what it returns is g. The Conv1D of GPT-2 calls torch.addmm, and stacked
-experts leave their products to whoever watches them. Only numbers are kept.
-"""
+experts leave their products to whoever watches them. Only numbers are kept."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -59,8 +58,7 @@ class Watch(TorchFunctionMode):
     """While it is entered, sums of what the layers multiply go into `sums`.
 
     formats: each with its scale rule. `most`: elements that are read of one tensor. `seen` is
-    called after each product of a forward, and after each gradient.
-    """
+    called after each product of a forward, and after each gradient."""
 
     def __init__(
         self, layers: "list[Layer]", formats: dict[Format, str], spread: int, most: int | None,
@@ -271,8 +269,7 @@ def _why_not(module: nn.Module, name: str) -> str:
 def untouched(model: nn.Module) -> Iterator[None]:
     """A model whose buffers, and what te_mx modules remember, are what they were afterwards; random
     numbers of torch and of Python go on as if nothing had run. te_mx modules run in high precision
-    inside.
-    """
+    inside."""
     places = {t.device for t in (*model.parameters(), *model.buffers())}
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())

@@ -33,8 +33,7 @@ class Sums:
     elements: `nonfinite` are NaN or Inf in x; `lost` are finite in x and not in q, because their
     block holds such a one (or they are rounded to what fp32 does not hold). exponents: how many
     blocks that are not all zero have a scale in [2^e, 2^(e+1)). tiles: how many have each class of
-    the layout `aligning` (its `class_names`); None for formats that it has no classes of.
-    """
+    the layout `aligning` (its `class_names`); None for formats that it has no classes of."""
 
     elements: int = 0
     signal: float = 0.0
@@ -101,8 +100,7 @@ def measure(x: Tensor, formats: dict[Format, str], spread: int, most: int | None
     that of Hopper's tiles. Memory: some 40 bytes for each of CHUNK elements.
 
     Formats scale blocks, and rows or the tensor by their largest magnitude, so whole stripes of
-    rows are quantized by themselves.
-    """
+    rows are quantized by themselves."""
     totals = [Sums() for _ in formats]
     if not x.numel():
         return totals

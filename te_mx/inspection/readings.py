@@ -147,8 +147,7 @@ class Readings:
         """The n readings with the lowest SQNR: those that hold NaN or Inf first, without those that
         are all zero or exact. Of all formats and roles, or of one.
 
-        Raises TypeError or ValueError for arguments that are none.
-        """
+        Raises TypeError or ValueError for arguments that are none."""
         n = check_size("n", n)
         if fmt is not None:
             fmt = formats.get(fmt).name

@@ -54,8 +54,7 @@ class InspectionReport(Readings):
         """A picture: for each role a map of SQNR over layers and formats with the lowest of each
         format framed, shares of elements below, and Hopper's tile classes.
 
-        Raises ImportError without matplotlib.
-        """
+        Raises ImportError without matplotlib."""
         draw(self, _as_path(path))
 
 
@@ -216,8 +215,7 @@ MOST_NAMES = 40
 def draw(report: Readings, path: Path) -> None:
     """Write the picture as a PNG.
 
-    Raises ImportError without matplotlib.
-    """
+    Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -5,8 +5,7 @@
 
 Inside te_mx.autocast the experts of such a model run in MXFP8, outside as grouped_mm. For models
 that are there already te_mx.convert_model is the simpler way, and remembers what ran before. This
-one also reaches experts whose forward expert parallelism has replaced.
-"""
+one also reaches experts whose forward expert parallelism has replaced."""
 
 from typing import Any
 

@@ -5,8 +5,7 @@
 for the tokens of every expert e, then each token's sum over its experts, weighted. Weights are
 [E, out, in], or [E, in, out] where the class says `is_transposed`; without a gate the first one is
 up_proj, and its activation is act_fn. The gate (halves, interleaved, clamped, ..) is the class's
-own.
-"""
+own."""
 
 import sys
 from collections.abc import Callable
@@ -46,8 +45,7 @@ class TransformersExperts(ExpertsModule):
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """(hidden states [T, H], experts of each token [T, k], their weights [T, k]) -> [T, H].
 
-        In MXFP8 inside `te_mx.autocast`, in every detail what the class does outside.
-        """
+        In MXFP8 inside `te_mx.autocast`, in every detail what the class does outside."""
         if args and isinstance(args[0], Proxy):
             return self._as_leaf(*args, **kwargs)
         each = self._settings_of_each()

@@ -22,8 +22,7 @@ class Operand(NamedTuple):
     stored, never guessed from the shape of the codes. `packed` is a form that a CPU kernel made of
     the same codes for itself, what lies aside of a weight that stands still in its layout, or
     None. `tensor_scale`, of formats that have one and of no others (NVFP4), is fp32 [], or
-    [rows, 1] with a scale for every row; of tokens in groups [groups] is one for each of them.
-    """
+    [rows, 1] with a scale for every row; of tokens in groups [groups] is one for each of them."""
 
     codes: Tensor
     scales: Tensor
@@ -73,8 +72,7 @@ class Operand(NamedTuple):
     def checked(self, name: str) -> "Operand":
         """This operand with parts that lie as kernels read them.
 
-        Raises ValueError when its parts do not belong together.
-        """
+        Raises ValueError when its parts do not belong together."""
         codes, scales, spec, rows, k, _, whole = self
         expected = _expected.get((spec, rows, k))
         if (
@@ -165,8 +163,7 @@ class Quantized(NamedTuple):
     """What one quantize call made of x [rows, cols]; parts that nobody asked for are None.
 
     row: logical [rows, k = cols]. col: logical [cols, k = rows]. col_sum [cols]: the sum of x over
-    its rows.
-    """
+    its rows."""
 
     row: Operand | None = None
     col: Operand | None = None

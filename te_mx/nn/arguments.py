@@ -3,8 +3,7 @@ does not have.
 
 Of these one table for every module: each is accepted at its default, so that code written for
 Transformer Engine constructs and calls te_mx modules unchanged, and refused by name when it is set.
-tests/compat holds the table to the list of Transformer Engine's arguments.
-"""
+tests/compat holds the table to the list of Transformer Engine's arguments."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple

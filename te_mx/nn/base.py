@@ -1,8 +1,7 @@
 """What the modules that run in MXFP8 share: settings of a forward, kept weights, names, checks and
 checkpoints.
 
-reset_parameters() of the modules.
-"""
+reset_parameters() of the modules."""
 
 import itertools
 from collections.abc import Callable, Sequence, Set

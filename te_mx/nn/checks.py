@@ -5,8 +5,7 @@ device), so this is asked in every call, before any address is taken. Outside te
 own functions ask.
 
 Checks of the arguments that the constructors of the modules share; each raises before a
-parameter is made, and names the module and the argument.
-"""
+parameter is made, and names the module and the argument."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """te_mx.GroupedLinear: one linear layer for each expert of a mixture, in one call.
 
-m_splits of grouped layers: rows of every group, as a list or an int tensor.
-"""
+m_splits of grouped layers: rows of every group, as a list or an int tensor."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

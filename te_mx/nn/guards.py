@@ -1,6 +1,5 @@
 """Whether a module that runs fused where it stands still is what was found when it was fused: its
-attributes, functions, hooks and layers.
-"""
+attributes, functions, hooks and layers."""
 
 from typing import Any
 

@@ -25,8 +25,7 @@ class InvariantLinear(nn.Linear):
 
     ``y = x @ weight.T + bias`` in the dtype of the weight, by torch, 64 rows at a time on GPUs and
     16 on CPUs, with zeros behind the last ones. So one row costs as much as 16 or 64, and many rows
-    read the weight once for each of these. Arguments and errors are those of nn.Linear.
-    """
+    read the weight once for each of these. Arguments and errors are those of nn.Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., in_features], dense -> [.., out_features]."""

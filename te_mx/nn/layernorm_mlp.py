@@ -165,8 +165,7 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
 
     def _in_two(self, inp: Tensor, first: bool | None, settings: Mixed) -> Any:
         """A forward where fc1 and fc2 run with different recipes: as a te_mx.LayerNormLinear, an
-        activation, and a te_mx.Linear.
-        """
+        activation, and a te_mx.Linear."""
         one, two = settings.each
         p, bias, _ = self._read(inp)
         source, queue, tags = self._source, self._queue_of_call(), self._tags()

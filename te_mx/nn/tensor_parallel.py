@@ -1,7 +1,6 @@
 """How ranks share a layer, as DTensors or with a process group, and Transformer Engine's arguments
 of the latter: tp_group, tp_size, parallel_mode, sequence_parallel and set_tensor_parallel_group.
-Then parameters are what this rank has; te_mx/distributed/tensor_parallel.py runs the layer.
-"""
+Then parameters are what this rank has; te_mx/distributed/tensor_parallel.py runs the layer."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -63,8 +62,7 @@ def shared(
 def part(owner: str, how: Shared | None, mode: str, name: str, size: int) -> int:
     """What this rank has of a size that is shared in this mode, or all of it.
 
-    Raises ValueError where ranks would have parts of different sizes.
-    """
+    Raises ValueError where ranks would have parts of different sizes."""
     ranks = ranks_of(how, mode)
     if size % ranks:
         raise ValueError(

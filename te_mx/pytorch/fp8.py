@@ -1,7 +1,6 @@
 """What scripts import from ``transformer_engine.pytorch.fp8``, the older name of
 ``transformer_engine.pytorch.quantization``: its names, the recipes, and checks that answer as the
-functions ``is_.._available`` do with ``return_reason=True``.
-"""
+functions ``is_.._available`` do with ``return_reason=True``."""
 
 from te_mx.common.recipe import *  # noqa: F403
 from te_mx.common.recipe import __all__ as _recipes

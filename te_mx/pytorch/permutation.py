@@ -2,8 +2,7 @@
 
 In torch's own operations: differentiable, and the host waits for no device but where a size depends
 on the data. The row maps are te_mx's own: int32 [tokens, experts] (or [tokens, top_k] of
-map_type="index"), the permuted row of each pair, -1 where there is none.
-"""
+map_type="index"), the permuted row of each pair, -1 where there is none."""
 
 from typing import Any
 

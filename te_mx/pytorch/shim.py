@@ -1,6 +1,5 @@
 """An `import transformer_engine` that finds te_mx, for code that cannot be changed. Opt-in, never
-on the path by itself.
-"""
+on the path by itself."""
 
 import importlib
 import sys

@@ -19,8 +19,7 @@ class Settings(NamedTuple):
     backward GEMMs on quantized operands, "high_precision" and "dequantized" do not; wgrad_hp runs
     wgrad alone in high precision. one_copy: dgrad starts from the rowwise codes of the weight.
     keep_columns: dgrad's operand of the weight is made in forward. precision, spread, split_k: how
-    GEMMs multiply.
-    """
+    GEMMs multiply."""
 
     x: str
     w: str

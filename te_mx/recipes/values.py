@@ -27,8 +27,7 @@ class Recipe:
 
     Code for Transformer Engine asks a recipe, or its class, what kind it is: `mxfp8()`,
     `float8_block_scaling()`, `delayed()` and so on. A recipe that Transformer Engine does not have
-    is none of them.
-    """
+    is none of them."""
 
     _settings: Settings | ByName  # made once: look-ups by them are part of every call
     _kind = ""  # the one of these that is true

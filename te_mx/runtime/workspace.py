@@ -156,8 +156,7 @@ def reserve(device: torch.device | str, nbytes: int) -> None:
 
 def reset(device: torch.device | str | None = None) -> None:
     """Drop the buffers of every thread, on one device or on all, and on the CPU what is kept of
-    large results that are gone. Running kernels keep theirs until they end.
-    """
+    large results that are gone. Running kernels keep theirs until they end."""
     only = None if device is None else _with_index(usable_device("device", device))
     for slot in _snapshot():
         if only is None or slot.device == only:
@@ -168,8 +167,7 @@ def reset(device: torch.device | str | None = None) -> None:
 
 def stats() -> dict[str, dict[str, int]]:
     """Per device: buffers and bytes held now, and of the living threads the requests, allocations
-    and largest need.
-    """
+    and largest need."""
     result: dict[str, dict[str, int]] = {}
     for slot in _snapshot():
         buffer = slot.buffer

@@ -1,8 +1,7 @@
 """DotProductAttention of Transformer Engine: scaled_dot_product_attention of torch where that has
 what Transformer Engine puts around it, the formula written out where it has not.
 
-Where a process group shares it, each rank has its share of the heads, and needs no other rank.
-"""
+Where a process group shares it, each rank has its share of the heads, and needs no other rank."""
 
 import functools
 import math
@@ -72,8 +71,7 @@ class Scores(NamedTuple):
     None for all. bias: likewise, of a float dtype. softcap: ``cap(x) = softcap * tanh(x /
     softcap)``, none where it is 0. sink: one more score for each head [heads], which takes its
     share of the softmax and adds nothing. invariant: the bits of a query depend on its own keys,
-    from the first on, and on nothing beside it.
-    """
+    from the first on, and on nothing beside it."""
 
     scale: float
     causal: bool = False

@@ -2,8 +2,7 @@
 names the module and the argument.
 
 Arguments of Transformer Engine's attention modules that te_mx does not have, as nn/arguments.py has
-those of the linear ones: accepted at their defaults, refused by name when set.
-"""
+those of the linear ones: accepted at their defaults, refused by name when set."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

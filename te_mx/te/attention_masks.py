@@ -1,7 +1,6 @@
 """Which keys each query sees, under Transformer Engine's names for masks, and biases on scores.
 
-Masks of users are Transformer Engine's: True hides a key. In here True lets a query see it.
-"""
+Masks of users are Transformer Engine's: True hides a key. In here True lets a query see it."""
 
 import functools
 import warnings
@@ -141,8 +140,7 @@ def visible(
 ) -> Tensor | None:  # fmt: skip
     """Which keys each query sees, broadcastable to [b, heads, queries, keys]; None: all of them.
 
-    hidden: the user's own mask, True where a key is hidden.
-    """
+    hidden: the user's own mask, True where a key is hidden."""
     seen: list[Tensor] = []
     if rule.left >= 0 or rule.right >= 0:
         apart = distance(rule, queries, keys, padding, device)

@@ -1,6 +1,5 @@
 """TransformerLayer of Transformer Engine: attention and an MLP, each with a normalization and a
-residual connection.
-"""
+residual connection."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,6 +1,5 @@
 """Few rows on weights that stand still: a kernel for few rows reads them as they lie, or keeps
-them once more in a form of its own, from the first call on that it takes.
-"""
+them once more in a form of its own, from the first call on that it takes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -119,8 +118,7 @@ def ready(
     """What multiplies as many rows as x has, in a dtype, with a weight; None where nothing does.
     settings: how the rows are quantized; None: not at all.
 
-    The form is made outside of graph captures: a graph uses one that a warm-up call left.
-    """
+    The form is made outside of graph captures: a graph uses one that a warm-up call left."""
     if not weight.made_of:
         return None
     sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", ANY_RULE, "adaptive"

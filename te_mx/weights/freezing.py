@@ -1,6 +1,5 @@
 """What `te_mx.freeze_weights` does to one module, and back: the part of every module that knows its
-weights by key.
-"""
+weights by key."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -4,8 +4,7 @@ of them: weights/source.py.
 With the master weights kept, freezing adds quantized and packed copies that no checkpoint sees, and
 that are made again when a master changed (weights/changes.py). With the masters dropped the codes
 are the weights: for each of them buffers of codes and scales, which a state_dict shows under the
-names of weights/state_dict.py.
-"""
+names of weights/state_dict.py."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -2,8 +2,7 @@
 
 A rank has its part of what is activated and the same part of the gate, which are not one run of
 rows of fc1. As parameters of their own they are ordinary shards, for whoever saves them, loads them
-or cuts them again. A state_dict has the one fc1 of every LayerNormMLP.
-"""
+or cuts them again. A state_dict has the one fc1 of every LayerNormMLP."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -14,8 +14,7 @@ te_mx.quantization_config and te_mx.integrations.hf_quantizer give each module t
 names that these are saved under (`_saved_as`) and the quantization_config that says what they are
 (`_claim`). Unfreezing ends the names and leaves the claim, which the model still makes: until all
 codes are gone, or the model says anew what it holds, save_pretrained would write it beside other
-weights.
-"""
+weights."""
 
 import dis
 import inspect
@@ -122,8 +121,7 @@ def check_saved(module: Any) -> None:
     that are not there.
 
     Only the stack tells: a layer does not know its model. Adapters alone may be saved, and so may a
-    model whose config names a quantization of somebody else.
-    """
+    model whose config names a quantization of somebody else."""
     frame = calling_frame(1)
     while frame is not None and frame.f_code.co_name != "save_pretrained":
         frame = frame.f_back

@@ -1,7 +1,6 @@
 """The seam between the modules and te_mx.distributed, which stands above them: calls that concern
 tensors of several ranks are handed up, and weight gradients that belong to several ranks find the
-one who puts them together.
-"""
+one who puts them together."""
 
 from typing import Any
 
@@ -23,8 +22,7 @@ class _Above:
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
     join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
-    blank(parts): it without values, is_blank(tensor): whether it still is.
-    """
+    blank(parts): it without values, is_blank(tensor): whether it still is."""
 
     distributed: Any
 

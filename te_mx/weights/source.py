@@ -117,8 +117,7 @@ class WeightSource:
         kept; None where the call quantizes. first: is_first_microbatch of the call.
 
         A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
-        nor compiled code keeps anything between its calls.
-        """
+        nor compiled code keeps anything between its calls."""
         if first is None:
             return None
         if type(first) is not bool:

@@ -1,6 +1,5 @@
 """parameters_split: a weight and a bias as several parameters along out_features, under Transformer
-Engine's names: ``<name>_weight``, ``<name>_bias``.
-"""
+Engine's names: ``<name>_weight``, ``<name>_bias``."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -32,8 +32,7 @@ They become ``<name>`` and ``<name>_scale``, as weights/state_dict.py reads them
 
 Checkpoints of Transformer Engine hold `_extra_state` of modules that have none in te_mx.
 
-Loading a state_dict into one module: all of it or, where something is wrong, nothing.
-"""
+Loading a state_dict into one module: all of it or, where something is wrong, nothing."""
 
 import math
 from collections import OrderedDict
@@ -144,8 +143,7 @@ def load_module(
     overwrites one parameter after the other and only says what did not fit.
 
     Missing and unexpected keys are reported as ever and keep nothing else from being loaded:
-    checkpoints in several files come in calls that each have a part.
-    """
+    checkpoints in several files come in calls that each have a part."""
     before = len(error_msgs)
     rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     hooks = module._load_state_dict_pre_hooks

@@ -13,8 +13,7 @@ have not changed, is used as in eager code: the same kernels, the same bits. Oth
 functional_call, or changed by the graph itself) are quantized for the call.
 
 Nothing that is kept is made while a CUDA graph is captured, or in the memory of one: torch.compile
-runs a graph once before it captures it.
-"""
+runs a graph once before it captures it."""
 
 from typing import Any, NamedTuple
 

@@ -9,8 +9,7 @@ product and never kept so: backward decodes them again. They take 2 bytes an ele
 holds every value of MX formats above 2^-133, else 4 in fp32. Products are those of torch, with one
 rounding to the dtype of the result. Of NVFP4 code * block scale is exact in bf16: GPUs multiply
 that with inputs in bf16, and the fp32 sums with the tensor scale; else the values are rounded to
-fp32.
-"""
+fp32."""
 
 from typing import Any
 

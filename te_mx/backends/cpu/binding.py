@@ -3,8 +3,7 @@ and the forms that it packs operands in. It takes records of addresses and sizes
 status; kernels make these beside their envelopes.
 
 Checks of what a user passes live above. Kernels make every tensor contiguous, because addresses
-forget strides.
-"""
+forget strides."""
 
 import ctypes
 import importlib

@@ -53,8 +53,7 @@ def normalize(
     """(mean, rstd, z) of x [rows, cols]: mean = sum(x) / cols, rstd = 1 / sqrt(sum((x - mean)^2) /
     cols + eps), z = (x - mean) * rstd * weight + bias, rounded to dtype. RMSNorm has no mean.
 
-    weight and bias are fp32 [cols].
-    """
+    weight and bias are fp32 [cols]."""
     x = x.to(_F32)
     scale = inverse(x.shape[1])
     mean = None
@@ -74,8 +73,7 @@ def normalize_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx in dtype, dweight fp32, dbias fp32) of `normalize`. With h = (x - mean) * rstd and v = dz
     * weight: dx = (v - (sum(v) / cols + h * (sum(v h) / cols))) * rstd, where RMSNorm has no
-    sum(v); dweight = sum of dz * h over the rows, dbias = sum of dz.
-    """
+    sum(v); dweight = sum of dz * h over the rows, dbias = sum of dz."""
     scale = inverse(x.shape[1])
     dz, h = dz.to(_F32), x.to(_F32)
     if mean is not None:

@@ -31,8 +31,7 @@ def gemm(
     scales multiply so everywhere, 128 of k at a time. Elsewhere (fp64 is slow
     or missing there) the operands are fp32 values relative to the largest scale of their row,
     multiplied by torch.mm without TF32; numbers more than 2^100 below the largest of their row may
-    then be lost.
-    """
+    then be lost."""
     bias_grad = None
     if epilogue.bias_grad == "operand":
         bias_grad = _values(lhs).sum(1).to(_F32)

@@ -3,8 +3,7 @@ and returns a status; and what the calls of all its kernels share. Kernels make 
 their envelopes.
 
 Calls are asynchronous on the current stream, allocate results only, and never wait for the device.
-Checks of what a user passes live above.
-"""
+Checks of what a user passes live above."""
 
 import importlib
 from functools import lru_cache

@@ -86,8 +86,7 @@ def check_ends(groups: Groups, rows: int) -> None:
 
 def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     """End offsets on the device. Those of the CPU travel as arguments of a kernel: no copy from
-    memory that a CUDA graph could not read again.
-    """
+    memory that a CUDA graph could not read again."""
     if not offs.is_cpu:
         return offs.contiguous()
     there = torch.empty(len(offs), dtype=torch.int32, device=device)
@@ -262,8 +261,7 @@ def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     """The one of several matrices [n, m] that lies first, and how many rows behind it each begins;
     None unless these are whole numbers that the kernel can count.
 
-    Slices of one buffer, in any order and with gaps of whole rows, are what this is for.
-    """
+    Slices of one buffer, in any order and with gaps of whole rows, are what this is for."""
     first = min(outs, key=Tensor.data_ptr)
     base, row = first.data_ptr(), first.shape[1] * first.element_size()
     behind = [out.data_ptr() - base for out in outs]
@@ -558,8 +556,7 @@ class HopperGemmPlainRows(HopperGemmRows):
     they are.
 
     Quantizing a block by "rceil" again changes no value above 2^-133: the smallest scale is no
-    larger than the one that it had, and its codes times a power of two are codes there.
-    """
+    larger than the one that it had, and its codes times a power of two are codes there."""
 
     name, rank = "sm90_adaptive_plain", 1
 

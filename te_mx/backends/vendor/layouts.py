@@ -16,8 +16,7 @@ class Swizzled(Layout):
 
     Tiles of 128 rows and 4 blocks lie behind each other, those of the same rows first; in a tile
     the scale of row r and block b is byte (r % 32) * 16 + r // 32 * 4 + b. What pads is 0. cuBLAS,
-    "1D Block Scaling Factors Layout".
-    """
+    "1D Block Scaling Factors Layout"."""
 
     name = "torch_swizzled"
     refused = "formats but MX ones and NVFP4 with blocks of one row"

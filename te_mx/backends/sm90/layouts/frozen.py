@@ -15,8 +15,7 @@ copy is enough, of 1.032 bytes a number.
   blocks of NaN that are not 0x7F. The second has scale bytes, place row * ceil(k/32) + block. The
   shorter one is filled up with its last entry, or with what place 0 holds.
 - A tile of which MOST_ASIDE codes and more would be rounded is of the next class: row-shared, then
-  spread, where nothing is.
-"""
+  spread, where nothing is."""
 
 from collections.abc import Sequence
 from functools import cache
