@@ -79,8 +79,7 @@ def calling_frame(up: int) -> Any:
 
 
 # ----------------------------------------------------------------------------------------- modules
-# Whether hooks were registered for all modules. Without: they may have been, and no modules run as
-# one.
+# Whether hooks were registered for all modules. Without: as if, and no modules run as one.
 hooked_everywhere: Callable[[], bool] = _found(
     "torch.nn.modules.module:_has_any_global_hook", lambda: True
 )
@@ -182,6 +181,5 @@ def running_ddp() -> Any:
     return None
 
 
-# What makes a tensor of a class of one's own without memory. Without: quantized_all_gather is
-# refused.
+# Makes a tensor of one's own class without memory. Without: quantized_all_gather is refused.
 wrapper_of: Any = _found("torch:Tensor._make_wrapper_subclass", None)

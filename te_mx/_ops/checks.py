@@ -103,8 +103,7 @@ def tokens(name: str, spec: str, kind: str) -> None:
 
 
 def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> None:
-    """Raise ValueError unless offs are end offsets that an op on a device reads: there, or on the
-    CPU."""
+    """Raise ValueError unless offs are end offsets on a device or on the CPU."""
     if offs.dim() != 1 or offs.dtype not in INDEX_DTYPES:
         raise ValueError(
             f"te_mx: offs must be a vector of end offsets in int32 or int64, got {offs.dtype} "

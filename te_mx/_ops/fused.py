@@ -2,8 +2,7 @@
 of what they start from.
 
 A step's value is computed in fp32, rounded to a dtype and quantized. The bytes are those of the
-same steps one after the other (backends/reference/fused.py), which is what runs on devices without
-a kernel of their own."""
+same steps one by one, backends/reference/fused.py, for devices without a kernel."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -53,8 +53,7 @@ def gemm_2d(
     if is_direct(lhs.codes, bias, gelu_in, out):
         made = None
         if shape is not None and out is None:
-            # The result itself, and no view: autograd lets nobody change the view that a Function
-            # returns in place.
+            # The result itself: a view that a Function returns cannot be changed in place.
             made = empty(lhs.codes, shape, out_dtype)
             out = made if len(shape) == 2 else made.view(lhs.rows, rhs.rows)
         given = out if made is None else None
@@ -147,9 +146,8 @@ def kept_form(operand: Operand, side: str, mode: Mode, other: str = "") -> Opera
 
 
 def standing_form(operand: Operand) -> Operand | None:
-    """An operand in the form that the kernel of its device for adaptive products of its format
-    reads without work, on either side; None where it reads it as it is, as on CPUs, whose forms
-    are those of one side."""
+    """An operand in the form that the kernel for adaptive products of its format reads without
+    work, on either side; None where that is as it is, as on CPUs."""
     codes, place = operand.codes, place_of(operand.codes.device)
     if place.device == "cpu" or codes.is_meta or codes.numel() == 0:
         return None

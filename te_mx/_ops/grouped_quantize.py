@@ -182,9 +182,8 @@ _WEIGHTS = define(
 
 # ----------------------------------------------------------------------------------------- one copy
 def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
-    """The operand for dgrad of weights of which only plain rowwise codes are left: these codes
-    where blocks are square, else what they decode to (Format.exact_dtype), quantized along the
-    columns.
+    """The operand for dgrad of weights kept as plain rowwise codes alone: these codes where blocks
+    are square, else what they decode to (Format.exact_dtype), quantized along the columns.
 
     Args:
         row: logical [G, rows, cols], by rows or as a weight that stands still; the result is

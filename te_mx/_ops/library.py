@@ -25,8 +25,7 @@ _PLAIN = frozenset((Tensor, Parameter))
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define te_mx::<schema> and return the callable overload, torch.ops.te_mx.<name>.default.
 
-    `run` runs on tensors of every device and picks the kernel there, `fake` on tensors without
-    data."""
+    `run` runs on tensors of every device and picks the kernel there, `fake` without data."""
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -76,8 +75,7 @@ def are_direct(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def facts_of(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What says whether and how dense tensors are read, but who watches: the same of tensors
-    alike."""
+    """What says whether and how dense tensors are read, but who watches."""
     return tuple([
         None if t is None else (
             type(t), t.shape, t.dtype, t.device, t.requires_grad, t.is_leaf, t.is_neg()

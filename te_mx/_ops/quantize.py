@@ -35,8 +35,7 @@ def quantize_2d(
 
     Args:
         x: the matrix.
-        row, col: specs ("<format>@<layout>") of the operands [rows, k = cols] and [cols, k = rows];
-            "" for none.
+        row, col: specs ("<format>@<layout>") of [rows, k = cols] and [cols, k = rows]; "" for none.
         rule: a scale rule that the format knows: "rceil", "floor" or "even" of MX formats; with
             "+sr" behind it, codes are rounded stochastically.
         col_sum: also sum x over its rows in fp32, for a bias gradient.
@@ -107,8 +106,7 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The values [rows, k] of an operand, rounded once to dtype (with a tensor scale to fp32 before
-    it); NaN where a scale says so. Of a weight that stands still: those of the codes that it was
-    made of."""
+    it); NaN where a scale says so. Of a weight that stands still: those of its codes."""
     if operand.layout.reads_as:
         operand = plain(operand)
     if is_direct(operand.codes, operand.scales):

@@ -47,8 +47,7 @@ def check_layout(layout: str) -> None:
 def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
     """The two operands (logical A [m, k], B [n, k]) that a layout reads from two MXTensors.
 
-    Raises ValueError when a copy is missing, devices differ or the sizes of k differ, TypeError for
-    what is no MXTensor."""
+    Raises ValueError for a missing copy, other devices or sizes of k, TypeError for no MXTensor."""
     check_layout(layout)
     for name, tensor in (("A", A), ("B", B)):
         if not hasattr(tensor, "operand"):

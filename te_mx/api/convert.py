@@ -52,11 +52,10 @@ def convert_model(
     A layer of another library keeps its class, as a subclass of it, and outside of te_mx.autocast
     the forward that it had. docs/integrations.md has more.
 
-    Modules that multiply in other ways stay as they are; the report says how much of the model that
-    is. A `ConversionWarning` is given
-    where nothing was converted, once in a process where a converted layer trains although no
-    te_mx.autocast was entered yet, and when a region is entered after something else replaced
-    converted layers.
+    Modules that multiply in other ways stay as they are; the report says how much that is. A
+    `ConversionWarning` is given where nothing was converted, once in a process where a converted
+    layer trains although no te_mx.autocast was entered yet, and when a region is entered after
+    something else replaced converted layers.
 
     Args:
         model: may itself be an nn.Linear.

@@ -200,8 +200,7 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError: what does not fit, with what was expected, before anything runs.
         RuntimeError: out requires grad while autograd records.
-        NotImplementedError: forward-mode AD or a transform of torch.func follows bias
-            or inp.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
     form = Grouping(OWNER, offs, index, masked_m, alignment).checked()
     check_flag(f"{OWNER}: zero_padding", zero_padding)
@@ -372,8 +371,7 @@ def grouped_linear(
             g - 1; 128 is DeepGEMM's psum layout. Rows between groups are of no group.
 
     Returns:
-        [R, N], or [G, M_max, N] with masked_m. The dtype is torch.autocast's where that is on, else
-        that of inp.
+        [R, N], or [G, M_max, N] with masked_m. The dtype is torch.autocast's or that of inp.
 
     Raises:
         TypeError, ValueError: what does not fit, with what was expected.

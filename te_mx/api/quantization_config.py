@@ -1,5 +1,4 @@
-"""quantization_config: what config.json says of a model whose weights are codes, in the words of
-those who read it."""
+"""quantization_config: what config.json says of a model of codes, in its readers' words."""
 
 from typing import Any
 

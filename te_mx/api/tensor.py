@@ -1,7 +1,6 @@
 """MXTensor: codes and scales of one logical tensor, rowwise, columnwise or both.
 
-Checks of what users say of codes and scales: the name of a format, parts that were not made by
-te_mx.quantize."""
+Checks of formats, codes and scales that users give."""
 
 import math
 from collections.abc import Sequence
@@ -403,10 +402,8 @@ class MXTensor:
         the format has a transform.
 
         Args:
-            dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
-                Inf.
-            usage: "rowwise" or "columnwise", the copy to read. They differ only where a code is
-                subnormal.
+            dtype: float32, bfloat16, float16 or float64. What it cannot hold becomes Inf.
+            usage: "rowwise" or "columnwise", the copy; they differ only where a code is subnormal.
 
         Raises:
             TypeError: another dtype.
@@ -428,8 +425,7 @@ class MXTensor:
         return values.reshape(self._shape)
 
     def operand(self, usage: str) -> ops.Operand | None:
-        """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
-        exist.
+        """The copy as a GEMM operand whose k runs along the blocks; None where there is none.
 
         The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows]."""
         if not is_one_of(usage, ("rowwise", "columnwise")):

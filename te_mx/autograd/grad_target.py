@@ -189,8 +189,7 @@ class WeightGradient:
         parameters: the weight, or the parameters that it is concatenated of along out_features.
         label: the layer's name in errors.
         fuse: add the gradient to ``main_grad`` of the parameters that train. A parameter with
-            ``overwrite_main_grad = True`` has it overwritten by its first gradient in every
-            backward pass.
+            ``overwrite_main_grad = True`` is overwritten by the first of every backward pass.
         starts: what `started` gave for the parameters in a first micro-batch.
         queue: where to leave the GEMM for later; None runs it in the backward pass. With neither
             `fuse` nor a queue the gradient would need no place of its own.

@@ -77,9 +77,8 @@ from te_mx.recipes.settings import Settings
 
 
 class NoGroups(torch.autograd.Function):
-    """Zeros [..., N] of x [..., K], a weight [0, N, K] and a bias [0, N] or None. All of them get
-    the gradients of their shapes, so that whoever looks at gradients finds the same ones on all
-    ranks."""
+    """Zeros [..., N] of x [..., K], a weight [0, N, K] and a bias [0, N] or None. All get gradients
+    of their shapes, so that all ranks have the same ones."""
 
     @staticmethod
     def forward(

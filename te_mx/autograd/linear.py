@@ -246,8 +246,7 @@ def _fused_backward(
 def _backward_into(
     ctx: Any, plan: LinearPlan, grad: Tensor, x_col: Part | None, w: Any, before: Tensor | None
 ) -> Gradients | None:
-    """`LinearPlan.backward` with the weight gradient where its grad_target says; None where
-    the steps have to run."""
+    """`LinearPlan.backward`, dw where its grad_target says; None where the steps have to run."""
     call, direct, into = ctx.call, None, None
     grad_target, tag = call.grad_target, call.tag
     node = ctx.next_functions[1][0] if call.lent is None else None  # of the weight in the graph

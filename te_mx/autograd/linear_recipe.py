@@ -310,8 +310,7 @@ def kept_for_dgrad(
 
 
 def serving(held: Weight, settings: Settings) -> Weight:
-    """A weight that lies once, as fprop with these settings reads it: as it is, unless only by
-    rows."""
+    """A weight that lies once, as fprop with these settings reads it."""
     layout, device = held.layout, held.codes.device
     if layout is ROWS:
         return held
@@ -373,8 +372,7 @@ class Gradient(NamedTuple):
 def plan_gradient(
     device: torch.device, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Target, bool]:
-    """What to quantize an output gradient to, and whether it is needed itself too. A stochastic
-    rule draws its seed here."""
+    """What to quantize an output gradient to, and whether it is needed itself too."""
     form, rule = roles(device, settings).g, settings.gradient_rule
     rows = need_dx and settings.backward is None
     columns = need_dw and settings.backward is None and not settings.wgrad_hp
@@ -477,8 +475,7 @@ _WIDE = "mxfp8_e4m3"
 
 
 def weight_layouts(device: torch.device, settings: Settings) -> OperandLayouts:
-    """Specs of the weights of groups; those whose bytes are kept are packed when they are
-    multiplied."""
+    """Specs of the weights of groups; kept bytes are packed when they are multiplied."""
     form = roles(device, settings).w
     if form.col == plain_spec(settings.w_columns):  # plain columns of all lie as the weights do
         form = form._replace(col=f"{settings.w_columns}@cols")
@@ -580,9 +577,8 @@ def on_codes(settings: Settings) -> Settings:
 def kept_weight(
     weight_NK: Tensor, settings: Settings, need_dx: bool, for_steps: bool = False
 ) -> QuantizedWeight:
-    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept, or
-    have fewer bits than packed ones. for_steps: of one training step, whose layers read packed ones
-    without work."""
+    """Quantize a weight that stands still, packed unless plain codes are kept or are smaller.
+    for_steps: of one training step, whose layers read packed ones without work."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         device = weight_NK.device

@@ -31,8 +31,7 @@ FUNCTION = "call it outside of the transform, on plain tensors"
 
 @compiled.constant
 def transforming() -> bool:
-    """Whether a transform is active. Compiled code never runs under other transforms than it was
-    traced under."""
+    """Whether a transform is active. Compiled code runs under those of its trace."""
     return transform() is not None
 
 
@@ -59,8 +58,7 @@ def active() -> bool:
 
 
 def one_gradient() -> bool:
-    """Whether one level of grad, grad_and_value or vjp is active, and nothing else. Not in code
-    that Dynamo traces."""
+    """Whether one level of grad, grad_and_value or vjp is active alone. Not for traced code."""
     if torch.compiler.is_dynamo_compiling() or dual_level():
         return False
     top = transform()
@@ -140,8 +138,7 @@ def _carried_by(tensor: Tensor, grad: bool) -> str | None:
 
 
 def _is_batched_by_autograd(tensor: Tensor) -> bool:
-    """Whether is_grads_batched=True made it, which shows nothing of itself but that it has no
-    memory."""
+    """Whether is_grads_batched=True made it: it shows only in having no memory."""
     try:
         tensor.untyped_storage()
     except NotImplementedError:
@@ -279,8 +276,7 @@ def _refuse_split_backward(node_class: Any) -> None:
 
 
 def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
-    """What forward of an autograd function returns: `made`, and the link. Keeps `saved` for
-    backward.
+    """What forward of a function returns: `made`, and the link. Keeps `saved` for backward.
 
     The link is an empty tensor that nobody but backward sees: its grad_fn is the node itself. From
     gradients that depend on it, a path leads to all that the node is a function of, see

@@ -4,8 +4,7 @@ that makes it, for the layers that read z next.
 z is computed in fp32 and rounded once to the dtype of x. Saved for backward: x, which the residual
 stream of a transformer keeps anyway, the weight, and mean and rstd in fp32, 8 bytes a row.
 
-The normalization in front of a linear step, shared by the functions of LayerNormLinear and
-LayerNormMLP."""
+The normalization in front of a linear step, shared by LayerNormLinear and LayerNormMLP."""
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Weights that are several parameters, one behind the other: gate and up of an MLP block, q, k
 and v of an attention; each part may be there as codes alone.
 
-Kernels read the parts where they lie. Joined weights are never saved: backward reads the parameters
-again.
+Kernels read the parts where they lie. Joined weights are never saved: backward joins again.
 
 torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes."""
 
@@ -135,8 +134,7 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> SavedOpe
         ).col
         assert made is not None
         return SavedOperand.operand(made)
-    # torch.compile would take this join for forward's, if it were one of the same dimension, and
-    # keep that.
+    # torch.compile would take a join of the same dimension for forward's, and keep that.
     return SavedOperand.itself(cat(own, -2))
 
 

@@ -1,5 +1,4 @@
-"""What the tables of measured choices call a device: a CPU by its instruction-set level, a GPU by
-its name."""
+"""What the tables of measured choices call a device: a CPU by its level, a GPU by its name."""
 
 import re
 from functools import lru_cache

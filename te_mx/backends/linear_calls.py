@@ -138,8 +138,7 @@ class Calls(LinearPlan):
 
     def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
         """Run a native call with a workspace of so many bytes: the numbers of the kernels in
-        `names`, 8 bits each, or -1 for what native code does not take. Raises where a kernel does
-        not start."""
+        `names`, 8 bits each, or -1 for what native code does not take. Raises if none starts."""
         raise NotImplementedError
 
     def forward(

@@ -1,5 +1,4 @@
-"""The ways to run a frozen layer: whatever it asks the registry for, every kernel that takes it, in
-every configuration.
+"""The ways to run a frozen layer: every kernel that takes what it asks for, in every configuration.
 
 A layer may ask for several ops: first one that does it all in a call, if there is such a kernel,
 else the ops of its steps. The tables' word for the second is "steps"."""
@@ -393,10 +392,9 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 # ------------------------------------------------------------------------------------------ timing
-# Times of a few trials that do the same, on weights that no cache holds.
-# Trials take turns, in a new order every round, so that whatever else the machine does meets all
-# of them. On CUDA each is a graph of one call for each set of weights; on a CPU they are timed in
-# a row.
+# Times of a few trials that do the same, on weights that no cache holds. Trials take turns, in a
+# new order every round, so that whatever else the machine does meets all of them. On CUDA each is a
+# graph of a call for each set of weights; on a CPU they run in a row.
 class Trial(NamedTuple):
     """prepare: makes its choices those of the process. call: is given the number of the set of
     weights that it reads."""

@@ -224,8 +224,7 @@ class Off(NamedTuple):
 
 def products(device: torch.device) -> Iterator[Off]:
     """Every pair of formats and every layout, within |d - exact| <= 4 (k + 2) 2^-24 sum |a b| +
-    2^-150; on GPUs k 2^-9 max|a| max|b| of both rows more: sums of FP8 tensor cores may have 13
-    bits."""
+    2^-150; on GPUs k 2^-9 max|a| max|b| of both rows more: FP8 tensor cores may sum in 13 bits."""
     from te_mx.api.explain import explain
 
     for (a, b), (m, n, k) in itertools.product(_PAIRS, _SIZES):

@@ -1,5 +1,4 @@
-"""The inputs of the conformance set, by rule: integer arithmetic on the bits of fp32, so that they
-are the same everywhere."""
+"""The inputs of the conformance set, by rule: integers on bits of fp32, the same everywhere."""
 
 from collections.abc import Callable
 

@@ -218,8 +218,7 @@ class autocast:
     layers quantized, that of te_mx.autocast does not.
 
     Under ``torch.compile`` enter it around the compiled call or inside the compiled function;
-    there, construct it inside as well (Dynamo cannot enter a context manager that was made
-    outside).
+    there, construct it inside as well, as Dynamo enters none that was made outside.
 
     A generator that is closed elsewhere, by another thread or inside another region, leaves its
     own region and no other.
@@ -320,8 +319,7 @@ class autocast:
                 f"{getattr(fn, '__qualname__', type(fn).__name__)}: its body would run after the "
                 "region is left; use `with te_mx.autocast(...):` inside it"
             )
-        # A fresh object per call: Dynamo enters context managers made in the code that it traces,
-        # and no others.
+        # A fresh object per call: Dynamo enters only context managers made in the code it traces.
         enabled, recipe = self._settings is not None, self._recipe
         if asyncio.iscoroutinefunction(fn):
 

@@ -1,5 +1,4 @@
-"""The layers that convert_model turns to: which there are, why one of them stays, and their rows in
-the report."""
+"""The layers that convert_model turns to: which, why one stays, and rows of the report."""
 
 import inspect
 import re
@@ -31,8 +30,7 @@ def seam_of(module: nn.Module) -> Seam | None:
 
 
 def layers_of(model: nn.Module) -> list[tuple[Any, list[str]]]:
-    """Every nn.Linear and every layer that a seam knows once, with all of its names; the root is
-    named ""."""
+    """Every nn.Linear and layer that a seam knows, once, with all its names; the root is ""."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) or seam_of(module) is not None:

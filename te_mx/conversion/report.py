@@ -36,8 +36,7 @@ class LayerReport(NamedTuple):
 
 
 class ConversionReport:
-    """What `convert_model` or `revert_model` did: iterable over `LayerReport`, printable as a
-    table.
+    """What `convert_model` or `revert_model` did: iterable over `LayerReport`, printable.
 
     `model` is the model itself: layers change in place, also when the model is a single nn.Linear.
     `matrices` are its matrix parameters, which say how much of it was converted: parameters of two

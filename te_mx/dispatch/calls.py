@@ -38,8 +38,7 @@ class Quantize(NamedTuple):
 
 class Mode(NamedTuple):
     """How a GPU without block-scaled tensor cores multiplies: "adaptive" or "exact", and the
-    alignment spread of the first; whether it may cut K into parts. CPUs are always exact and never
-    cut."""
+    alignment spread of the first; whether K may be cut. CPUs are always exact and never cut."""
 
     precision: str = "adaptive"
     spread: int = DEFAULT_SPREAD

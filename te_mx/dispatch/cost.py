@@ -9,8 +9,7 @@ tests/dispatch/test_cost.py holds it to the rows of benchmarks/results."""
 
 from typing import NamedTuple
 
-# Bytes that quantizing an element to both directions reads and writes: bf16, two codes, two scales
-# for 32 elements.
+# Bytes that quantizing an element both ways reads and writes: bf16, two codes, two scales for 32.
 BYTES = 2 + 2 + 2 / 32
 
 

@@ -47,8 +47,7 @@ def readable(tensor: Tensor) -> bool:
 
 
 def host_bounds(offs: Tensor, capacity: int, rows: int) -> Bounds:
-    """The bounds of offs on the CPU. Raises ValueError when they are not those of groups of `rows`
-    rows."""
+    """The bounds of offs on the CPU. Raises ValueError where they do not fit `rows` rows."""
     ends = offs.tolist()
     starts = [i * capacity for i in range(len(ends))] if capacity else [0, *ends[:-1]][: len(ends)]
     at = 0

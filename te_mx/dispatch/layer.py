@@ -77,9 +77,8 @@ class Inputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward made; None for what nobody needs. norm: [2, k] of weight and bias.
-    weights: of every product; with LATER the columns of its output gradient. biases: in fp32 where
-    a GEMM sums them."""
+    """What backward made; None for what nobody needs. norm: [2, k] of weight and bias. weights: of
+    every product; with LATER the columns of its g. biases: fp32 where a GEMM sums them."""
 
     dx: Tensor | None
     norm: Tensor | None

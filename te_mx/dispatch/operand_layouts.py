@@ -1,5 +1,4 @@
-"""In which layouts a layer asks the quantizer for its operands, so that the kernels of its device
-take them as they are."""
+"""In which layouts a layer asks for its operands, so that its kernels take them as they are."""
 
 from typing import NamedTuple
 

@@ -28,8 +28,7 @@ def register(kernel: Kernel) -> Kernel:
 
 
 def forget() -> None:
-    """Choose and plan anew: a kernel came, a table or a native module is another one, or a level
-    changed its meaning."""
+    """Choose and plan anew: a kernel, a table, a native module or a level is another one."""
     _chosen.clear()
     _known.clear()
 

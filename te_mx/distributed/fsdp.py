@@ -172,8 +172,7 @@ class Due(NamedTuple):
 
 
 def _cast(batch: list[Due], dtype: torch.dtype) -> list[Tensor]:
-    """Shards of one dtype in another, each at the beginning of a vector: on GPUs a few launches
-    for all of them."""
+    """Shards of one dtype in another, each at the start of a vector: a few launches on GPUs."""
     if batch[0].shard.dtype == dtype:
         return [due.shard for due in batch]
     at, starts = 0, []
@@ -399,12 +398,10 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
 
     Called after fully_shard, before the first forward. Shards, optimizer states and checkpoints
     stay as they are. The modules then run in MXFP8 only, with weights in the format of `recipe`,
-    and dgrad starts from the rowwise codes (``one_copy_weights``), whatever the active recipe says
-    of that.
+    and dgrad starts from the rowwise codes (``one_copy_weights``), whatever the recipe says.
 
     Args:
-        model: sharded by fully_shard; te_mx modules in it that are not sharded, or over one rank
-            only, are left alone.
+        model: sharded by fully_shard; te_mx modules not sharded, or over one rank, are left alone.
         recipe: its format and its scale rule quantize the weights; None means what
             `te_mx.convert_model` bound to a module, or else the default recipe.
 
@@ -665,8 +662,7 @@ def _group_of(param: Any) -> Any:
 
 def _divisor(param: Any) -> float:
     """What FSDP2 divides the sum over the ranks by: what set_gradient_divide_factor was given, else
-    their number. Which of the collectives divides (set_force_sum_reduction_for_comms) is no
-    matter."""
+    their number, whichever collective divides."""
     given = getattr(_group_of(param), "gradient_divide_factor", None)
     size: int = param.mesh_info.mesh.size()
     return size if given is None else given

@@ -75,8 +75,7 @@ def join_halves(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, nested or flat.
             Tensors like the parameters, as Adam's, are joined by rows; DTensors by a collective
-            operation, so on every rank. Of what else there is, steps and learning rates, the halves
-            have the same.
+            operation, so on every rank. Steps and learning rates are the same of both.
 
     Returns:
         A new dict; `state` stays as it is.
@@ -110,10 +109,8 @@ def split_halves(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     ranks share: for the parameters of `model`.
 
     Args:
-        model: a model with the names of parameters that `state` has, in which ModuleParallel made
-            halves.
-        state: as of `join_halves`. Whole tensors are cut in two, DTensors become such as the
-            parameters are.
+        model: a model with the parameter names of `state`, in which ModuleParallel made halves.
+        state: as of `join_halves`. Whole tensors are cut in two, DTensors follow the parameters.
 
     Returns:
         A new dict; `state` stays as it is.

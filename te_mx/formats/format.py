@@ -65,8 +65,7 @@ class Format:
 
     @property
     def is_square(self) -> bool:
-        """Whether blocks are as high as wide: codes and scales of a matrix, turned, are those of
-        the turned matrix."""
+        """Whether blocks are as high as wide: codes and scales turn with the matrix."""
         return self.scaling.block[0] == self.scaling.block[1] and self.element.bits == 8
 
     @property

@@ -35,8 +35,7 @@ class BlockwiseFormat(Format):
     scales  float32       [ceil(rows / block[0]), ceil(k / block[1])]
     ======  ============  ==================================================
 
-    With amax the largest magnitude of a block and max that of the element, in fp32, rounded to
-    nearest at every step:
+    With amax of a block and max of the element, in fp32, rounded to nearest at every step:
 
         amax   = the larger of amax and the rule's epsilon
         factor = max / amax, at most 2^126; with the rule "pow2" its mantissa is cut off

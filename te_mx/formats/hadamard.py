@@ -1,7 +1,6 @@
 """The random Hadamard transform: blocks of k, rotated before they are quantized.
 
-A product does not change when both sides are rotated alike along k, and an outlier is spread over
-its block."""
+A product does not change when both sides are rotated alike along k, and outliers are spread."""
 
 import math
 import re

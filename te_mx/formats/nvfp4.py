@@ -1,7 +1,6 @@
 """NVFP4: 4-bit elements, one E4M3 scale for 16 of them, one fp32 scale for the whole tensor.
 
-Four libraries write four different streams of bytes for the same numbers. Each is a rule here, by
-the library's name."""
+Four libraries write four streams of bytes for the same numbers: each is a rule by its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -70,8 +70,7 @@ def random_bits(seed: Tensor, rows: int, cols: int, first: int = 0) -> Tensor:
 
 
 def encode(element: Element, bits: Tensor, power: Tensor, random: Tensor) -> Tensor:
-    """Codes (uint8) of x * 2^power, rounded stochastically, at most +-max; x fp32 by its bits
-    (int32).
+    """Codes (uint8) of x * 2^power, rounded stochastically, at most +-max; x: bits of fp32 (int32).
 
     With q = |x| * 2^power, at most max, and `gap` the distance of the codes around q (that of the
     subnormal ones below the normal ones):

@@ -80,8 +80,7 @@ def plan_blocks(
 
 
 def _of_other_layers(module: nn.Module) -> tuple[str, str] | None:
-    """What a block is named whose layers have usual names and are no nn.Linear, as GPT-2's Conv1D,
-    and why it stays."""
+    """The name of a block of usual names and no nn.Linear, as GPT-2's Conv1D, and why it stays."""
     for wanted in _USUAL:
         for name, child in module._modules.items():
             weight = None if child is None else child._parameters.get("weight")

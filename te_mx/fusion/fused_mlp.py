@@ -140,8 +140,7 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
 
 
 def why_not_these(x: Any, layers: list[Linear]) -> str:
-    """Why the tensors of this call do not run as one step: then the layers say what is wrong with
-    them, if anything is."""
+    """Why the tensors of this call do not run as one step: then layers say what is wrong."""
     *first, last = layers
     if reason := why_not_given(x):
         return reason

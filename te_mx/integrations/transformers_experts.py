@@ -2,10 +2,9 @@
 
     h = x @ gate_up_proj[e]^T + bias,  a = gate(h),  y = a @ down_proj[e]^T + bias
 
-for the tokens of every expert e, then each token's sum over its experts, weighted. Weights are
-[E, out, in], or [E, in, out] where the class says `is_transposed`; without a gate the first one is
-up_proj, and its activation is act_fn. The gate (halves, interleaved, clamped, ..) is the class's
-own."""
+for the tokens of every expert e, then each token's sum over its experts, weighted. Weights are [E,
+out, in], or [E, in, out] where the class says `is_transposed`; without a gate the first one is
+up_proj, and its activation is act_fn. The gate (halves, interleaved, ..) is the class's own."""
 
 import sys
 from collections.abc import Callable

@@ -146,8 +146,7 @@ class Layout:
 
     # --------------------------------------------------------------------------------- checks
     def checked(self, operand: Matrix, fmt: Format, name: str) -> Matrix:
-        """The operand with parts as kernels read them: contiguous, or as far apart as the layout
-        says.
+        """The operand with parts as kernels read them: contiguous, or as the layout says.
 
         Raises ValueError when they are not those of a matrix [rows, k] in this layout."""
         rows, k = operand.rows, operand.k

@@ -60,8 +60,7 @@ def fused_experts(
 
     x is quantized once. The products with w13 are fp32 sums, rounded to the dtype of x; f(gate) *
     up is fp32, rounded to that dtype and quantized in the same step; the products with w2 stay
-    fp32, times topk_weights, and are added up in fp32 in the order of j. No host waits for a
-    device.
+    fp32, times topk_weights, and are added up in fp32 in the order of j. No host waits.
 
     Args:
         x: [M, H], fp32, bf16 or fp16.

@@ -1,5 +1,4 @@
-"""The arguments that constructors share, and arguments of Transformer Engine's modules that te_mx
-does not have.
+"""The arguments that constructors share, and those of Transformer Engine that te_mx does not have.
 
 Of these one table for every module: each is accepted at its default, so that code written for
 Transformer Engine constructs and calls te_mx modules unchanged, and refused by name when it is set.

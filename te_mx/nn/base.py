@@ -1,5 +1,4 @@
-"""What the modules that run in MXFP8 share: settings of a forward, kept weights, names, checks and
-checkpoints.
+"""What the modules that run in MXFP8 share: settings, kept weights, names, checks and checkpoints.
 
 reset_parameters() of the modules."""
 
@@ -50,8 +49,7 @@ def clear_high_precision_init_val(parameter: Any) -> None:
 
 
 class Resettable:
-    """Mixin of the modules, beside an nn.Module: initial values, also for parameters on the meta
-    device."""
+    """Mixin of the modules, beside an nn.Module: initial values, also of meta parameters."""
 
     _building: bool = False  # in the constructor, which leaves the meta device alone
     _preserves: bool = False  # copies of what weights start with

@@ -208,8 +208,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         out: None = None,
         dgrad_out: None = None,
     ) -> Any:
-        """inp [..., in_features] -> [..., out_features], or a pair with the biases under
-        `return_bias`.
+        """inp [..., in_features] -> [..., out_features], and the biases under `return_bias`.
 
         Args:
             inp: fp32, bf16 or fp16; its rows (leading dimensions flattened) are grouped: first

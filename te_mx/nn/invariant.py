@@ -47,8 +47,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def sum_of_keys(x: Tensor) -> Tensor:
-    """Sums over the last dimension, 64 numbers and then the next ones: zeros behind the last do not
-    change them."""
+    """Sums over the last dimension, 64 numbers, then the next: zeros at the end change nothing."""
     parts = tree_sum(F.pad(x, (0, -x.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS)))
     total = parts[..., 0]
     for i in range(1, parts.shape[-1]):

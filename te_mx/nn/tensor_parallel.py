@@ -30,8 +30,7 @@ def biases_of_sum(names: Iterable[str], modes: Sequence[str]) -> tuple[str, ...]
 
 class Shared(NamedTuple):
     """How a layer is shared: column (out_features), row (in_features), or both, the two layers of
-    LayerNormMLP; between how many ranks; whether tokens are sharded around it, along dimension
-    0."""
+    LayerNormMLP; between how many ranks; whether tokens are sharded around it."""
 
     mode: str
     size: int
@@ -41,8 +40,7 @@ class Shared(NamedTuple):
 def shared(
     owner: str, mode: Any, tp_group: Any, tp_size: Any, sequence_parallel: Any
 ) -> Shared | None:
-    """The arguments of a constructor, None for a layer that one rank has. A group counts, not the
-    size beside it.
+    """The arguments of a constructor, None for a layer of one rank. A group counts, not the size.
 
     Raises:
         TypeError, ValueError: one of a wrong type or value, by name.
@@ -120,8 +118,7 @@ class TensorParallelGroup(Marked):
 
     def _mark(self) -> None:
         """Transformer Engine's attributes of parameters, which trainers read: whose gradients they
-        sum over the group, and what each rank has a part of. New and copied parameters have none
-        of them."""
+        sum over the group, and what each rank has a part of. New and copied ones have none."""
         self._mark_delayed()  # type: ignore[attr-defined]
         if self._mode is None:
             return

@@ -61,8 +61,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_permute` with map_type="mask", and the probabilities [tokens, experts] in the same
-    order.
+    """`moe_permute` with map_type="mask", and probabilities [tokens, experts] in the same order.
 
     Returns:
         Permuted tokens, permuted probabilities [num_out_tokens], the row map.

@@ -1,5 +1,4 @@
-"""An `import transformer_engine` that finds te_mx, for code that cannot be changed. Opt-in, never
-on the path by itself."""
+"""An `import transformer_engine` that finds te_mx, for code that cannot be changed. Opt-in."""
 
 import importlib
 import sys

@@ -370,8 +370,7 @@ def overrides(recipe: Any, patterns: Mapping[str, Any]) -> CustomRecipe:
         in a region a pattern may match nothing.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: what is no recipe, no pattern, or another
-            CustomRecipe.
+        TypeError, ValueError, NotImplementedError: no recipe, no pattern, or a CustomRecipe.
     """
     if not isinstance(patterns, Mapping) or not all(isinstance(key, str) for key in patterns):
         raise TypeError(

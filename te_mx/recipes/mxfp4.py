@@ -39,8 +39,7 @@ class MXFP4BlockScaling(Recipe):
         stochastic_rounding: of gradients; None for that of g in MXFP4 alone.
         hadamard: size of the transform of both sides of wgrad, 16 or 32, or 0 for none; None for 32
             where g is MXFP4, else 0.
-        hadamard_signs: its random signs, 32 bits: bit i is that of the elements i modulo 32 of the
-            tokens.
+        hadamard_signs: its random signs, 32 bits: bit i is that of tokens i modulo 32.
         one_copy_weights: derive dgrad's operand from the rowwise codes, so that dgrad multiplies
             the weight that fprop multiplied, up to a second rounding where that is MXFP4.
         backward_override, precision, alignment_spread, wgrad_with_hp, split_k, keep_weight_columns:

@@ -43,8 +43,7 @@ class NVFP4BlockScaling(Recipe):
         row_scaled_activation: inputs of fprop have one fp32 scale a row, so that a row does not
             depend on its neighbours.
         nvfp4_4over6: "none", "weights", "activations" or "all": of which operands of fprop (of
-            weights in dgrad, of inputs in wgrad) each block tries two scales and takes the one with
-            the smaller error.
+            weights in dgrad, of inputs in wgrad) each block takes the better of two scales.
         nvfp4_4over6_e4m3_use_256: of which of these the largest block scale is 256 in place of 448,
             so that both scales fit.
         nvfp4_4over6_err_mode: "MAE" or "MSE".

@@ -20,8 +20,7 @@ _SPELLINGS = {"causal_padding": "padding_causal"}
 
 class Rule(NamedTuple):
     """What decides whether query i sees key j, beside tensors: ``i + o - left <= j <= i + o +
-    right``, where -1 is no bound and o is 0, or with `bottom_right` the number of keys less that of
-    queries."""
+    right``, where -1 is no bound and o is 0, or with `bottom_right` keys less queries."""
 
     kind: str
     left: int

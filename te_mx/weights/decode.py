@@ -101,8 +101,7 @@ class DecodeCall(NamedTuple):
         offs: Tensor | None = None, act: str | None = None, gate: Gate | None = None,
     ) -> Tensor | None:  # fmt: skip
         """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
-        ends of the groups of rows; rows of no group become 0. gate: as the
-        kernel takes it."""
+        ends of the groups of rows; rows of no group become 0. gate: the kernel's."""
         call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate)
         made = self.kernel.plan(self.problem)(call)
         if made is None:

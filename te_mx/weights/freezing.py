@@ -140,8 +140,7 @@ class Freezable(Sourced):
         amax: Tensor | None = None,
     ) -> None:  # fmt: skip
         """What te_mx.freeze_weights does to this module, or nothing where that raises; frozen
-        already, it keeps its weights, and copies that are not old. amax: see
-        `_codes_below`."""
+        already, it keeps weights and fresh copies. amax: see `_codes_below`."""
         source = self._source
         frozen = source if isinstance(source, Frozen) else Frozen(settings)
         if not frozen.dropped and drop_master:

@@ -168,8 +168,7 @@ class Frozen(WeightSource):
             return None
         given = settings if self.quantizes_inputs else None
         found = decode.ready(x, dtype, self.weight(layer, key, kept, size), given)
-        # In front of the GEMM's own kernel a normalization or an activation quantizes in its own
-        # read.
+        # In front of the GEMM's own kernel a normalization or activation quantizes in its read.
         return found if found is not None and found.kernel.multiplies else None
 
     def linear(

@@ -5,8 +5,7 @@ Under fully_shard a gradient is averaged over the ranks when it is computed, and
 optimizer has: ``grad`` or ``main_grad`` of the sharded parameter. Under DistributedDataParallel it
 is added to what this rank has, and the sum averaged over the ranks; not so inside of no_sync().
 
-The part of a module that holds weight gradients back (delay_wgrad_compute), shared by every module
-family."""
+The part of a module that holds weight gradients back (delay_wgrad_compute), of every family."""
 
 import weakref
 from collections import deque

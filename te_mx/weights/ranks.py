@@ -11,8 +11,7 @@ from te_mx.torch_internals import wrapped
 
 
 class _Above:
-    """Where te_mx.distributed registers itself when it is imported, as te_mx does. Its functions
-    for those below:
+    """Where te_mx.distributed registers itself when it is imported. Its functions for those below:
 
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
     run_block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or

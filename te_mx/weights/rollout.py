@@ -196,8 +196,7 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
         given: what `snapshot` returned, on any device.
 
     Raises:
-        TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ;
-            nothing is changed then.
+        TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ.
     """
     modules, taken = _modules(model), set[str]()
     if not isinstance(given, Mapping):

@@ -1,7 +1,6 @@
 """What a weight is in a forward: one class a state, one protocol for all of them.
 
-A module has one source, `_source`, for all its weights, and asks it; in which state they are it
-does not know:
+A module has one source, `_source`, for all its weights; their state it does not know:
 
 ==============  ================================================  =================================
 state           what is held                                      class
@@ -58,8 +57,7 @@ from te_mx.weights.formats import NOTHING, Fixed
 
 class Prepared(NamedTuple):
     """A weight for one call: the settings of its steps, what was quantized before, and the product
-    of few rows (weights/decode.py: DecodeCall, and what answers as it), each None where there is
-    none."""
+    of few rows (weights/decode.py: DecodeCall, and what answers as it), or None each."""
 
     settings: Settings
     kept: Any = None
@@ -139,8 +137,7 @@ class WeightSource:
 
         Args:
             needs: the keys, and whether what the product multiplies has a gradient.
-            plain: nothing has one, so kernels for few rows may be looked for: all products have
-                one, or none.
+            plain: nothing has one, so kernels for few rows may be looked for.
         """
         if first is None:
             return (Prepared(settings),) * len(needs)

@@ -20,8 +20,7 @@ def split_sizes(
 
     Raises:
         TypeError: names that are no strings, or sizes that are no ints.
-        ValueError: no parts, a name twice or in the way of another attribute, or sizes that do not
-            add up to out_features.
+        ValueError: no parts, a name twice or taken, or sizes that do not add up to out_features.
     """
     if isinstance(parameters_split, str):
         parameters_split = (parameters_split,)

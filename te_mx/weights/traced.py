@@ -179,8 +179,7 @@ def _holds(module: Any, key: str) -> bool:
     return held is not None and not needs_gradient(*held)
 
 
-# Dynamo does not trace into it: that of torch 2.11 takes every is_exporting() that it
-# meets for True.
+# Not traced: Dynamo of torch 2.11 takes every is_exporting() that it meets for True.
 @compiled.constant
 def exporting() -> bool:
     return torch.compiler.is_exporting()

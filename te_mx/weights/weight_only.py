@@ -8,8 +8,7 @@ Codes of one layer, or of one expert where the host knows the groups, are decode
 product and never kept so: backward decodes them again. They take 2 bytes an element in bf16, which
 holds every value of MX formats above 2^-133, else 4 in fp32. Products are those of torch, with one
 rounding to the dtype of the result. Of NVFP4 code * block scale is exact in bf16: GPUs multiply
-that with inputs in bf16, and the fp32 sums with the tensor scale; else the values are rounded to
-fp32."""
+that with bf16, and the fp32 sums with the tensor scale; else the values are rounded to fp32."""
 
 from typing import Any
 

@@ -2,8 +2,7 @@
 and the forms that it packs operands in. It takes records of addresses and sizes and returns a
 status; kernels make these beside their envelopes.
 
-Checks of what a user passes live above. Kernels make every tensor contiguous, because addresses
-forget strides."""
+Checks live above. Kernels make every tensor contiguous, because addresses forget strides."""
 
 import ctypes
 import importlib

@@ -1,5 +1,4 @@
-"""The GEMM kernels of the CPU: panel kernels pack both operands, stream kernels read the codes of
-rhs as they lie."""
+"""GEMMs of the CPU: panel kernels pack both operands, stream kernels read rhs as it lies."""
 
 from typing import Any
 

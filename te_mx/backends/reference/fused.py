@@ -12,10 +12,9 @@ from te_mx.dispatch.fused import LANES, Activation, ActParts, ActStep, Norm, Nor
 from te_mx.dispatch.registry import register
 
 # -------------------------------------------------------------------------------------- fused math
-# Normalization and activations in plain torch: the specification of their numbers.
-# Everything is fp32. Normalization is exact to the bit on every device: its sums have a fixed
-# order. Activations other than relu and its kin use the device's exp and tanh, so their last bits
-# differ.
+# Normalization and activations in plain torch: the specification of their numbers. Everything is
+# fp32. Normalization is exact to the bit on every device: its sums have a fixed order. Activations
+# other than relu and its kin use the device's exp and tanh, so last bits differ.
 _F32 = torch.float32
 
 

@@ -42,8 +42,7 @@ def capability(index: int) -> int | str | None:
 
 @lru_cache(maxsize=64)
 def groups(index: int) -> bool:
-    """Whether torch multiplies groups with block scales on a GPU: B200 alone, and where it was
-    built with MSLK."""
+    """Whether torch multiplies groups with block scales on a GPU: B200, built with MSLK."""
     if torch.version.hip is not None or capability(index) is None:
         return False
     built = any(one in torch.__config__.show() for one in ("USE_MSLK", "USE_FBGEMM_GENAI"))

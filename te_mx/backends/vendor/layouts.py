@@ -65,9 +65,8 @@ def of_stack(scales: Tensor) -> Tensor:
 
 
 def of_groups(scales: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Scales [rows, blocks] of tokens, swizzled, the rows of every group rounded up to 128:
-    [rows // 128 * 128 + groups * 128, blocks rounded up to 4], which every split fits. No host
-    waits."""
+    """Scales [rows, blocks] of tokens, swizzled, the rows of every group rounded up to 128: [rows
+    // 128 * 128 + groups * 128, blocks rounded up to 4], for every split."""
     rows, blocks = scales.shape
     tall = scale_rows(rows, len(ends), _TALL) * _TALL
     padded = (ends - starts + _TALL - 1) // _TALL * _TALL

@@ -21,8 +21,7 @@ def use_tuned_table(path: str | os.PathLike[str] | None) -> int:
         path: a csv file; None forgets all files that were added, and reads the others anew.
 
     Returns:
-        The number of rows in the file, whatever device they are for; of None, how many files were
-        forgotten.
+        The number of rows in the file, for any device; of None, how many files were forgotten.
 
     Raises:
         TypeError: path is no path.
