@@ -31,15 +31,9 @@ _DEFAULT_MODE = Mode()
 
 # ----------------------------------------------------------------------------------- groups of rows
 def gemm_rows(
-    lhs: Operand,
-    rhs: Stack,
-    groups: Groups,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    tag: int = -1,
-    mode: Mode = _DEFAULT_MODE,
-) -> Tensor:
+    lhs: Operand, rhs: Stack, groups: Groups, *, bias: Tensor | None = None, out_dtype: torch.dtype,
+    tag: int = -1, mode: Mode = _DEFAULT_MODE,
+) -> Tensor:  # fmt: skip
     """D [R, n]: rows of group g are lhs @ rhs_g^T + bias_g; rows of no group are 0.
 
     Args:
@@ -116,16 +110,9 @@ GEMM_ROWS = define(
 
 # -------------------------------------------------------------------------------------- groups of k
 def gemm_k(
-    lhs: Operand,
-    rhs: Operand,
-    groups: Groups,
-    *,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype,
-    accumulate: bool = False,
-    tag: int = -1,
-    mode: Mode = _DEFAULT_MODE,
-) -> Tensor:
+    lhs: Operand, rhs: Operand, groups: Groups, *, out: Tensor | None = None,
+    out_dtype: torch.dtype, accumulate: bool = False, tag: int = -1, mode: Mode = _DEFAULT_MODE,
+) -> Tensor:  # fmt: skip
     """D [G, m, n]: the product over the k of each group; zeros for a group without any.
 
     Args:

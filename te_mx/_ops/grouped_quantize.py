@@ -34,15 +34,9 @@ def ends_of(offs: Tensor) -> str:
 
 # ------------------------------------------------------------------------------------------- tokens
 def quantize_grouped(
-    x: Tensor,
-    groups: Groups,
-    row: str = "",
-    col: str = "",
-    *,
-    rule: str,
-    col_sum: bool = False,
+    x: Tensor, groups: Groups, row: str = "", col: str = "", *, rule: str, col_sum: bool = False,
     seed: Tensor | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Quantize the rows of all groups of x [R, cols] (fp32, bf16 or fp16, any strides).
 
     Rowwise parts are those of quantize_2d. Columnwise blocks never hold rows of two groups: see

@@ -21,15 +21,9 @@ from te_mx.runtime.kernel_log import note_read
 
 
 def quantize_2d(
-    x: Tensor,
-    row: str = "",
-    col: str = "",
-    *,
-    rule: str = "rceil",
-    col_sum: bool = False,
-    sum_dtype: torch.dtype = torch.float32,
-    seed: Tensor | None = None,
-) -> Quantized:
+    x: Tensor, row: str = "", col: str = "", *, rule: str = "rceil", col_sum: bool = False,
+    sum_dtype: torch.dtype = torch.float32, seed: Tensor | None = None,
+) -> Quantized:  # fmt: skip
     """Quantize x [rows, cols] (fp32, bf16 or fp16, any strides) along its rows, its columns or
     both, in one read.
 

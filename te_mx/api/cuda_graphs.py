@@ -243,11 +243,9 @@ def _places(modules: list[MXModule]) -> list[_Place]:
             main_grad = getattr(parameter, "main_grad", None)
             if parameter.requires_grad and isinstance(main_grad, Tensor):
                 found[id(parameter)] = _Place(
-                    parameter,
-                    main_grad,
-                    getattr(parameter, "overwrite_main_grad", False),
+                    parameter, main_grad, getattr(parameter, "overwrite_main_grad", False),
                     hasattr(parameter, "grad_added_to_main_grad"),
-                )
+                )  # fmt: skip
     return list(found.values())
 
 

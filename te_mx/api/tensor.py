@@ -241,14 +241,9 @@ class MXTensor:
         rows, cols = math.prod(shape[:-1]), shape[-1]
         row = check_copy("rowwise", rowwise_data, rowwise_scale, known, rows, cols, False)
         col = check_copy(
-            "columnwise",
-            columnwise_data,
-            columnwise_scale,
-            known,
-            rows,
-            cols,
+            "columnwise", columnwise_data, columnwise_scale, known, rows, cols,
             columnwise_transposed,
-        )
+        )  # fmt: skip
         some = row[0] if row[0] is not None else col[0]
         if some is None:
             raise ValueError("MXTensor needs a rowwise copy, a columnwise copy or both, got none")

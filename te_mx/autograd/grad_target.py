@@ -49,12 +49,9 @@ class GroupedWgrad(Wgrad):
     __slots__ = ("into", "one")
 
     def __init__(
-        self,
-        run: Run,
-        reads: Reads,
-        one: Callable[[int, Tensor, bool], object] | None = None,
+        self, run: Run, reads: Reads, one: Callable[[int, Tensor, bool], object] | None = None,
         into: Callable[[Sequence[Tensor], bool], bool] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(run, reads)
         self.one = one
         self.into = into
@@ -198,13 +195,9 @@ class WeightGradient:
     __slots__ = ("fuse", "label", "made_in", "parameters", "queue", "starts")
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        label: Label,
-        fuse: bool,
-        starts: Sequence[Start | None],
-        queue: Queue | None,
-    ) -> None:
+        self, parameters: Sequence[Tensor], label: Label, fuse: bool,
+        starts: Sequence[Start | None], queue: Queue | None,
+    ) -> None:  # fmt: skip
         if not knows_passes:
             raise NotImplementedError(
                 f"{label}: fuse_wgrad_accumulation and delay_wgrad_compute must know what a "

@@ -475,13 +475,9 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
 
 def wgrad_of(
-    x_kept: SavedOperand,
-    g_col: Operand,
-    groups: Groups,
-    call: GroupedCall,
-    form: GroupLayouts,
+    x_kept: SavedOperand, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupLayouts,
     stacked: bool,
-) -> GroupedWgrad:
+) -> GroupedWgrad:  # fmt: skip
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
     mode, tag = mode_of(call.settings, backward=True), tag_of(call.tag, WGRAD)
     made: list[Operand] = []

@@ -158,12 +158,9 @@ def activated(
 
 
 def through_activation(
-    call: Call,
-    gradient: linear_recipe.Gradient,
-    kept_w2: SavedOperand,
-    h: Tensor,
+    call: Call, gradient: linear_recipe.Gradient, kept_w2: SavedOperand, h: Tensor,
     need: tuple[bool, bool, bool],
-) -> tuple[linear_recipe.Gradient, Tensor]:
+) -> tuple[linear_recipe.Gradient, Tensor]:  # fmt: skip
     """dh, quantized for fc1 as `need` (dz, dw1, db1) says, and its sums over the tokens."""
     step, act, settings, _, tags, *_ = call
     assert act is not None
@@ -497,11 +494,8 @@ class OneCallLayer(torch.autograd.Function):
             if w2 is not None:
                 LAST_RUN[tag2] = plan.kernels[1]
         ctx.call, ctx.grad_targets, ctx.plan, ctx.x_like = (
-            call,
-            weights.grad_targets,
-            plan,
-            (x.shape, x.dtype),
-        )
+            call, weights.grad_targets, plan, (x.shape, x.dtype),
+        )  # fmt: skip
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
         ctx.norm_dtype = None if norm_weight is None else norm_weight.dtype
         edge = 1 + (norm_weight is not None) + (norm_bias is not None)

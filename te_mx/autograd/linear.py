@@ -350,11 +350,8 @@ class LinearFunction(torch.autograd.Function):
         x_kept = plan.kept(q, x, need_dw)
         w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
         ctx.settings, ctx.tag, ctx.tokens, ctx.grad_targets = (
-            settings,
-            call.tag,
-            tokens,
-            (call.grad_target,),
-        )
+            settings, call.tag, tokens, (call.grad_target,),
+        )  # fmt: skip
         ctx.x_shape = sequence_parallel.shape_of_all(x, tokens)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype

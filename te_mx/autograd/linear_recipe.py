@@ -426,14 +426,9 @@ def dgrad(
         None, gelu, gelu_in, "result" if bias_grad else None, accumulate=add_to is not None
     )
     return gemm_2d(
-        g_row,
-        w,
-        epilogue,
-        out=add_to,
-        out_dtype=dtype,
-        tag=tag,
+        g_row, w, epilogue, out=add_to, out_dtype=dtype, tag=tag,
         mode=mode_of(settings, backward=True),
-    )
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- wgrad

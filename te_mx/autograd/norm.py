@@ -36,13 +36,9 @@ class NormStep(NamedTuple):
     dtype: torch.dtype
 
     def forward(
-        self,
-        x_MK: Tensor,
-        weight_K: Tensor | None,
-        bias_K: Tensor | None,
-        want_z: bool,
+        self, x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, want_z: bool,
         target: Target,
-    ) -> NormParts:
+    ) -> NormParts:  # fmt: skip
         if self.norm is None or weight_K is None:
             z = x_MK.to(self.dtype) if want_z else None
             return NormParts(None, None, z, quantized(x_MK, target))

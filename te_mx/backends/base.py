@@ -62,13 +62,8 @@ SCALE_RULES = Words(
 TENSOR_SCALES = {"all": 0, "rows": 1, "groups": 2}  # for what each of an operand is
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {
-    "k_last": 0,
-    "k_first": 1,
-    "sm90": 2,
-    "sm90_rows": 3,
-    "sm90_k": 4,
-    "sm90_nvfp4": 7,
-}
+    "k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4, "sm90_nvfp4": 7,
+}  # fmt: skip
 ALIGNED = {"sm90": 5, "sm90_k": 6}  # of columns in blocks of 1 x 128, as tiles of MX
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}

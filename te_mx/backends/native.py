@@ -28,14 +28,9 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 
 _ORDERS = {
-    "rows": "k_last",
-    "cols": "k_first",
-    "grouped_cols": "k_first",
-    "sm90_factors": "sm90",
-    "sm90_factors_rows": "sm90_rows",
-    "sm90_factors_k": "sm90_k",
-    "sm90_frozen": "sm90",
-}
+    "rows": "k_last", "cols": "k_first", "grouped_cols": "k_first", "sm90_factors": "sm90",
+    "sm90_factors_rows": "sm90_rows", "sm90_factors_k": "sm90_k", "sm90_frozen": "sm90",
+}  # fmt: skip
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
 WRITERS = ("te", "torchao", "modelopt", "compressed_tensors")  # whose rules NVFP4 has

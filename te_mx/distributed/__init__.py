@@ -9,12 +9,9 @@ from typing import Any
 from te_mx.weights.ranks import above
 
 __all__ = [
-    "ModuleParallel",
-    "join_halves",
-    "quantized_all_gather",
-    "quantized_input_gather",
+    "ModuleParallel", "join_halves", "quantized_all_gather", "quantized_input_gather",
     "split_halves",
-]
+]  # fmt: skip
 _WHERE = {
     "ModuleParallel": "styles",
     "join_halves": "halves",

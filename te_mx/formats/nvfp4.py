@@ -209,11 +209,9 @@ def _in_order(errors: Tensor) -> Tensor:
 
 
 _WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.dtype], _Parts]] = {
-    "te": _te,
-    "torchao": _torchao,
-    "modelopt": _modelopt,
+    "te": _te, "torchao": _torchao, "modelopt": _modelopt,
     "compressed_tensors": _compressed_tensors,
-}
+}  # fmt: skip
 for _error in ("", "_mse"):
     for _top, _bound in (("", 256 * 6.0), ("_448", _TOP)):
         _WRITERS[f"te_4over6{_error}{_top}"] = partial(

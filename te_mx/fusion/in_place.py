@@ -247,12 +247,9 @@ _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 
 
 def plan_in_place(
-    model: nn.Module,
-    why_not: Callable[[nn.Linear], str],
-    keeps: Callable[[nn.Module, str], bool],
-    unlike: Callable[[Sequence[str]], str],
-    taken: Collection[nn.Module],
-) -> tuple[list[Fusion], InPlace]:
+    model: nn.Module, why_not: Callable[[nn.Linear], str], keeps: Callable[[nn.Module, str], bool],
+    unlike: Callable[[Sequence[str]], str], taken: Collection[nn.Module],
+) -> tuple[list[Fusion], InPlace]:  # fmt: skip
     """The report and what `fuse_in_place` is to do; arguments as of fuse.plan_fusions. taken:
     layers that become part of another module."""
     stays: dict[nn.Linear, bool] = {}

@@ -41,11 +41,9 @@ class Plan(NamedTuple):
 
 
 def plan_fusions(
-    model: nn.Module,
-    why_not: Callable[[nn.Linear], str],
-    keeps: Callable[[nn.Module, str], bool],
+    model: nn.Module, why_not: Callable[[nn.Linear], str], keeps: Callable[[nn.Module, str], bool],
     unlike: Callable[[Sequence[str]], str],
-) -> tuple[list[Fusion], list[Plan]]:
+) -> tuple[list[Fusion], list[Plan]]:  # fmt: skip
     """What can be fused; returns the report and what `fuse_all` is to do.
 
     `why_not` says why a linear layer cannot be converted, `keeps` whether the user excluded it,

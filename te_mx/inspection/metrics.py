@@ -158,12 +158,9 @@ def _measure(
     normal = magnitude >= 1 << element.mantissa_bits
     clamped = (magnitude == element.max_code) & (x.abs() > q.abs() * (1 + SLACK))
     counts = (
-        known & clamped,
-        used & ~normal,
-        known & (magnitude == 0) & (x != 0),
-        finite & ~known,
+        known & clamped, used & ~normal, known & (magnitude == 0) & (x != 0), finite & ~known,
         ~finite,
-    )
+    )  # fmt: skip
     saturated, subnormal, zeroed, lost, nonfinite = torch.stack(
         [c.count_nonzero() for c in counts]
     ).tolist()

@@ -30,14 +30,10 @@ from te_mx.runtime.arguments import check_flag, check_one_of, check_place, shown
 OWNER = "fused_experts"
 # f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.
 ACTIVATIONS = {
-    "silu": Activation("swiglu"),
-    "gelu_tanh": Activation("geglu"),
-    "relu": Activation("reglu"),
-    "relu2": Activation("sreglu"),
-    "quick_gelu": Activation("qgeglu"),
-    "sigmoid": Activation("glu"),
+    "silu": Activation("swiglu"), "gelu_tanh": Activation("geglu"), "relu": Activation("reglu"),
+    "relu2": Activation("sreglu"), "quick_gelu": Activation("qgeglu"), "sigmoid": Activation("glu"),
     "swigluoai": Activation("clamped_swiglu"),
-}
+}  # fmt: skip
 _MOST_BLOCK = 64
 
 

@@ -24,12 +24,9 @@ from te_mx.weights.state_dict import SCALES, WHOLE
 
 
 def groups_of(
-    m_splits: Sequence[int] | Tensor,
-    num_gemms: int,
-    rows: int,
-    device: torch.device,
+    m_splits: Sequence[int] | Tensor, num_gemms: int, rows: int, device: torch.device,
     label: Callable[[], str],
-) -> Groups:
+) -> Groups:  # fmt: skip
     """End offsets of splits, checked where the host can look at them without waiting.
 
     Raises ValueError or TypeError for splits that are not those of num_gemms groups of `rows` rows.

@@ -9,13 +9,9 @@ from te_mx.pytorch.quantization import FP8GlobalStateManager
 from te_mx.pytorch.quantization import __all__ as _names
 
 __all__ = [
-    *_names,
-    *_recipes,
-    "check_fp8_block_scaling_support",
-    "check_fp8_support",
-    "check_mxfp8_support",
-    "check_nvfp4_support",
-]
+    *_names, *_recipes, "check_fp8_block_scaling_support", "check_fp8_support",
+    "check_mxfp8_support", "check_nvfp4_support",
+]  # fmt: skip
 
 check_fp8_support = FP8GlobalStateManager.is_fp8_available
 check_mxfp8_support = FP8GlobalStateManager.is_mxfp8_available

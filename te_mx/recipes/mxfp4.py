@@ -106,11 +106,9 @@ class MXFP4BlockScaling(Recipe):
         stochastic = four if self.stochastic_rounding is None else self.stochastic_rounding
         made = settings_of(self, self.x, self.w, self.g)
         return made._replace(
-            x_col=_unless(x_col, self.x),
-            w_col=_unless(w_col, self.w),
-            g_col=_unless(g_col, self.g),
-            g_rule=self.scale_rule + STOCHASTIC if stochastic else "",
-        )
+            x_col=_unless(x_col, self.x), w_col=_unless(w_col, self.w),
+            g_col=_unless(g_col, self.g), g_rule=self.scale_rule + STOCHASTIC if stochastic else "",
+        )  # fmt: skip
 
 
 def _unless(name: str, same: str) -> str:

@@ -113,11 +113,9 @@ class NVFP4BlockScaling(Recipe):
         rule, w_rule = self.scale_rule, self._rule("weights")
         g_rule = "te" if self.disable_stochastic_rounding else "te" + STOCHASTIC
         return settings_of(self, x, w, "nvfp4")._replace(
-            x_col="" if columns == x else columns,
-            g_col="" if columns == "nvfp4" else columns,
-            g_rule="" if g_rule == rule else g_rule,
-            w_rule="" if w_rule == rule else w_rule,
-        )
+            x_col="" if columns == x else columns, g_col="" if columns == "nvfp4" else columns,
+            g_rule="" if g_rule == rule else g_rule, w_rule="" if w_rule == rule else w_rule,
+        )  # fmt: skip
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:

@@ -15,17 +15,13 @@ from te_mx.runtime.arguments import check_flag, shown
 _DEFAULT = MXFP8BlockScaling()  # handed out to nobody who might change it
 DEFAULT_SETTINGS = _DEFAULT.settings
 NAMED: dict[str, Recipe] = {
-    "mxfp8": _DEFAULT,
-    "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "mxfp8": _DEFAULT, "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "mxfp8-floor": MXFP8BlockScaling(scale_rule="floor"),
     "mxfp8-exact": MXFP8BlockScaling(precision="exact"),
     "mxfp8-invariant": MXFP8BlockScaling(precision="invariant"),
-    "float8_block": Float8BlockScaling(),
-    "deepseek_v3": DeepSeekV3(),
-    "mxfp4": MXFP4BlockScaling(),
-    "mxfp4_all": MXFP4BlockScaling(g="mxfp4"),
-    "nvfp4": NVFP4BlockScaling(),
-}
+    "float8_block": Float8BlockScaling(), "deepseek_v3": DeepSeekV3(), "mxfp4": MXFP4BlockScaling(),
+    "mxfp4_all": MXFP4BlockScaling(g="mxfp4"), "nvfp4": NVFP4BlockScaling(),
+}  # fmt: skip
 # Recipes of Transformer Engine by name: te_mx's, and its fields. Constants, because Dynamo does not
 # trace dataclasses.fields of a class.
 _OURS = {

@@ -327,13 +327,9 @@ def _whole_as(end: str, whole: Tensor, read: Tensor | None) -> Tensor:
 
 
 def read_codes(
-    module: Any,
-    state_dict: Any,
-    prefix: str,
-    local_metadata: Any,
-    missing_keys: list[str],
+    module: Any, state_dict: Any, prefix: str, local_metadata: Any, missing_keys: list[str],
     error_msgs: list[str],
-) -> Codes:
+) -> Codes:  # fmt: skip
     """The quantized weights in a state_dict, which change nothing yet; what is missing of them and
     what is wrong with them is appended to the lists."""
     weights = {key: prefix + key for key in module._weight_keys}
@@ -639,15 +635,9 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         fmt.name if fmt.scaling.knows(settings.scale_rule) else settings.x for fmt in roles
     )
     made = BlockScaling(
-        settings.x,
-        w,
-        g,
-        scale_rule=settings.scale_rule,
-        precision=settings.precision,
-        alignment_spread=settings.spread,
-        backward_override=settings.backward,
-        wgrad_with_hp=settings.wgrad_hp,
-        one_copy_weights=settings.one_copy,
+        settings.x, w, g, scale_rule=settings.scale_rule, precision=settings.precision,
+        alignment_spread=settings.spread, backward_override=settings.backward,
+        wgrad_with_hp=settings.wgrad_hp, one_copy_weights=settings.one_copy,
         split_k=settings.split_k,
-    ).settings
+    ).settings  # fmt: skip
     return made._replace(w=roles[0].name, g=roles[1].name, **apart)

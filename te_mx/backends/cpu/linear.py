@@ -67,12 +67,9 @@ class SmallInfer(InferKernel, Small):
         known: dict[Any, CpuCalls] = {}
 
         def infer(
-            x_MK: Tensor,
-            w_NK: Tensor,
-            bias_N: "Tensor | None",
-            out_dtype: torch.dtype,
+            x_MK: Tensor, w_NK: Tensor, bias_N: "Tensor | None", out_dtype: torch.dtype,
             tag: int = -1,
-        ) -> Tensor:
+        ) -> Tensor:  # fmt: skip
             key = x_MK.shape, Dtypes(x_MK.dtype, w_NK.dtype, None, out_dtype)
             calls = known.get(key)
             if calls is None:

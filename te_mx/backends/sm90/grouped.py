@@ -715,11 +715,8 @@ class ActsOfGroups:
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index, self.dtype, self.specs = (
-            binding.native(),
-            p.place.index,
-            p.dtype,
-            p[2:4],
-        )
+            binding.native(), p.place.index, p.dtype, p[2:4],
+        )  # fmt: skip
         self.record = self.native.ActArgs(
             h_rows=p.m, h_cols=p.n, h_dtype=DTYPES[p.dtype], out_dtype=DTYPES[p.dtype],
             device=self.index, **fields_to(p.lhs, p.rhs, p.rule),
