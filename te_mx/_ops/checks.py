@@ -57,8 +57,19 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
     key = row, col, rule, x.dtype
     if seed is None and key in _quantizable:
         return
-    if seed is not None or is_stochastic(rule):
-        _seeded(rule, seed, x.device)
+    if (seed is not None) != is_stochastic(rule):
+        raise ValueError(
+            "te_mx: a seed belongs to rules that end in '+sr', got "
+            f"{'no' if seed is None else 'a'} seed with rule {rule!r}"
+        )
+    device = x.device
+    if seed is not None and (
+        seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device
+    ):
+        raise ValueError(
+            f"te_mx: the seed must be int64 [1] on {device}, got {seed.dtype} "
+            f"{tuple(seed.shape)} on {seed.device}"
+        )
     float_dtype(x.dtype)
     for spec in (row, col):
         if spec:
@@ -70,20 +81,6 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
                 )
     if seed is None:
         _quantizable.add(key)
-
-
-def _seeded(rule: str, seed: Tensor | None, device: torch.device) -> None:
-    """Raise ValueError unless a rule and a seed belong together."""
-    if seed is None or not is_stochastic(rule):
-        got = "no seed" if seed is None else "a seed"
-        raise ValueError(
-            f"te_mx: a seed belongs to rules that end in '+sr', got {got} with rule {rule!r}"
-        )
-    if seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device:
-        raise ValueError(
-            f"te_mx: the seed must be int64 [1] on {device}, got {seed.dtype} "
-            f"{tuple(seed.shape)} on {seed.device}"
-        )
 
 
 def tokens(name: str, spec: str, kind: str) -> None:

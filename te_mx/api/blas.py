@@ -12,7 +12,7 @@ not depend on them. Below this file B is lhs and A is rhs: D[m, n] = lhs[m, k] @
 The epilogue words of `te_mx.gemm`, checked and put into the form that ops take."""
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,15 +74,12 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
 def operand_of(tensor: Any, usage: str, name: str, layout: str) -> Operand:
     """The copy of an MXTensor that a layout reads. Raises ValueError where it has none."""
     operand: Operand | None = tensor.operand(usage)
-    return no_copy(tensor, usage, name, layout) if operand is None else operand
-
-
-def no_copy(tensor: Any, usage: str, name: str, layout: str) -> NoReturn:
-    """Raise ValueError for a copy that a layout reads and an MXTensor does not have."""
-    raise ValueError(
-        f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has none; "
-        f"make it with te_mx.quantize(x, {usage}=True)"
-    )
+    if operand is None:
+        raise ValueError(
+            f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has none; "
+            f"make it with te_mx.quantize(x, {usage}=True)"
+        )
+    return operand
 
 
 def check_dtype(dtype: torch.dtype, name: str) -> None:

@@ -110,7 +110,8 @@ def run(
 ) -> GemmParts:  # fmt: skip
     """out [n, m] = epilogue(B @ A^T), in place where there is an out, and aux and the bias gradient
     as far as they were asked for."""
-    narrow = all(_exact_dtype(side) == _BF16 for side in sides)
+    exact = (s.dtype if isinstance(s, Tensor) else s.unscaled_dtype for s in sides)
+    narrow = all(one == _BF16 for one in exact)
     dtype = _BF16 if narrow else _F32
     of_lhs, of_rhs = (None if isinstance(s, Tensor) else s.tensor_scale for s in sides)
     scaled = of_lhs is not None or of_rhs is not None
@@ -136,10 +137,6 @@ def run(
     if epilogue.gelu is not None and epilogue.gelu_in is None:
         aux = torch.empty_like(out, dtype=aux_dtype or out.dtype)
     return GemmParts(out, aux, finish(value, bias_grad, epilogue, out, aux))
-
-
-def _exact_dtype(side: Side) -> torch.dtype:
-    return side.dtype if isinstance(side, Tensor) else side.unscaled_dtype
 
 
 def _values(side: Side, dtype: torch.dtype) -> Tensor:

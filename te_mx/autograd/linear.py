@@ -98,7 +98,9 @@ def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call") -
     key = (
         "one call", id(settings), out_dtype, columns, need_dx, w_kept, specs, x.shape, x.dtype,
         x.device, type(x), weight_NK.shape, weight_NK.dtype, weight_NK.device, type(weight_NK),
-        None if bias_N is None else _facts(bias_N),
+        None if (b := bias_N) is None else (
+            b.dtype, b.device, type(b), b.requires_grad, b.is_neg()
+        ),
     )  # fmt: skip
     found = _known.get(key)
     if found is None:
@@ -116,13 +118,6 @@ def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call") -
         found = derive(key, (plan, settings))
     plan = found[0]
     return plan
-
-
-def _facts(bias_N: Tensor) -> tuple[Any, ...]:
-    """What of a bias decides on a plan."""
-    return (
-        bias_N.dtype, bias_N.device, type(bias_N), bias_N.requires_grad, bias_N.is_neg(),
-    )  # fmt: skip
 
 
 def plan_for(problem: LinearProblem, device: torch.device, ready: Any = None) -> LinearPlan | None:

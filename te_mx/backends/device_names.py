@@ -9,10 +9,6 @@ from te_mx.dispatch.problem import Place, level_name
 from te_mx.dispatch.tuned.tables import register_device_names
 
 
-def _cpu(place: Place) -> str:
-    return "" if place.level < 0 else f"cpu_{level_name(place)}"
-
-
 def _gpu(place: Place) -> str:
     # Problems may be asked about on machines without the GPU: nothing was measured there.
     there = place.index < torch.cuda.device_count()
@@ -35,5 +31,5 @@ def short_name(name: str) -> str:
     return "_".join(word for word in words if word != "nvidia")
 
 
-register_device_names("cpu", _cpu)
+register_device_names("cpu", lambda p: "" if p.level < 0 else f"cpu_{level_name(p)}")
 register_device_names("cuda", _gpu)

@@ -86,14 +86,6 @@ class Rooms(NamedTuple):
     g_kept: Place
 
 
-def rooms(native: Any, shape: Shape, form: LinearFormats) -> Rooms:
-    """Where things lie, from the native code alone."""
-    at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
-    return Rooms(
-        at["forward_bytes"], at["backward_bytes"], *(at[name] for name in Rooms._fields[2:])
-    )
-
-
 class Specs(NamedTuple):
     """Of the operands of x, and of both of w."""
 
@@ -114,7 +106,10 @@ class Calls(LinearPlan):
         self, native: Any, shape: Shape, form: LinearFormats, specs: Specs, dtypes: Dtypes,
         x_shape: torch.Size, need_db: bool = False,
     ) -> None:  # fmt: skip
-        (m, n, k, *_), room = shape, rooms(native, shape, form)
+        m, n, k, *_ = shape
+        at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
+        rest = (at[name] for name in Rooms._fields[2:])
+        room = Rooms(at["forward_bytes"], at["backward_bytes"], *rest)
         self.native, self.shape, self.room = native, shape, room
         self.row, self.col, self.w_row, self.w_col = specs
         self.dtypes, self.x_shape, self.y_shape = dtypes, x_shape, (*x_shape[:-1], n)

@@ -94,12 +94,6 @@ def is_aligned(spec: str) -> bool:
     return fmt.scaling.scale == "fp32" and layout.scale_dtype is torch.int32
 
 
-def transform_of(spec: str) -> tuple[int, int]:
-    """Size and signs of the Hadamard transform of a spec's format; zeros without one."""
-    transform = spec_of(spec).format.transform
-    return (0, 0) if transform is None else (transform.size, transform.signs)
-
-
 @lru_cache(maxsize=1024)
 def fields_of(spec: str, side: str = "") -> dict[str, int]:
     """What a native record says of an operand of a spec that is read, beside sizes and addresses;
@@ -163,7 +157,8 @@ def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
         if spec:
             order, layout = words_of(spec)[1], spec_of(spec).layout
             fields[f"{side}_layout"] = ALIGNED[order] if is_aligned(spec) else LAYOUTS[order]
-            fields[f"{side}_hadamard"], fields[f"{side}_signs"] = transform_of(spec)
+            if (turn := spec_of(spec).format.transform) is not None:
+                fields[f"{side}_hadamard"], fields[f"{side}_signs"] = turn.size, turn.signs
             if words_of(spec)[0] == "nvfp4_rows":
                 fields[f"{side}_tensor_scales"] = TENSOR_SCALES["rows"]
             if hasattr(layout, "spread"):

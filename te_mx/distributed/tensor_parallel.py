@@ -106,7 +106,10 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         return result(module, y, mesh, way.y, shape)
     y = spread(y, mesh, way.y, shape)
     if module.return_bias:
-        rest[0] = _bias_of(module)
+        if isinstance(module, GroupedLinear):
+            rest[0] = module._returned(module._held(*module._bias_names))
+        else:
+            rest[0] = module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
     if getattr(module, "return_layernorm_output", False):
         own = way.x if tokens is None else list(x.placements)
         rest[-1] = _normalized(rest[-1], mesh, way, own, x.shape)
@@ -236,12 +239,6 @@ def _run_experts(module: Any, plan: "Plan", held: dict[str, Any], inp: Any, args
 
 def whole(inp: Any, mesh: Any) -> DTensor:
     return DTensor.from_local(inp, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _bias_of(module: Any) -> Any:
-    if isinstance(module, GroupedLinear):
-        return module._returned(module._held(*module._bias_names))
-    return module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
 
 
 WHOLE = "whole"  # beside the modes: every rank has all of it

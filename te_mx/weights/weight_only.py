@@ -35,15 +35,11 @@ def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
         return _times(x, weight, bias_N)
 
 
-def _narrow(x: Tensor, weight: Operand) -> bool:
-    """Whether a product of x in bf16 has fp32 sums, which a tensor scale multiplies."""
-    return weight.tensor_scale is not None and x.is_cuda and x.dtype == torch.bfloat16
-
-
 def _times(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
     """x @ weight^T + bias in the dtype of x, or in fp32."""
     whole = weight.tensor_scale
-    if whole is None or not _narrow(x, weight):
+    # A product of x in bf16 has fp32 sums there, which the tensor scale multiplies.
+    if whole is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return functional.linear(x, dequantize_2d(weight, x.dtype), bias_N)
     bare = dequantize_2d(weight._replace(tensor_scale=torch.ones_like(whole)), x.dtype)
     y = torch.mm(flatten(x), bare.t(), out_dtype=torch.float32) * whole.t()

@@ -30,11 +30,14 @@ class Small(LinearKernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
-        if reason is None and not _alike(problem.lhs, problem.rhs):
-            reason = "takes inputs and weights of one element and one kind of scale"
+        if reason is None:
+            x, w = (format_fields(words_of(one)[0]) for one in (problem.lhs, problem.rhs))
+            if x | {"block_rows": 1} != w | {"block_rows": 1}:
+                reason = "takes inputs and weights of one element and one kind of scale"
         if reason is None and problem.grad:
             reason = why_not(problem._replace(lhs=problem.grad), blockwise=True)
-            if reason is None and not _multiplied(problem.lhs, problem.grad):
+            blocks = {spec_of(s).format.scaling.block for s in (problem.lhs, problem.grad)}
+            if reason is None and len(blocks) > 1:
                 reason = "takes gradients in blocks like those of inputs"
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
@@ -91,17 +94,6 @@ class CpuCalls(Calls):
         status, ran = call(args)
         workspace.release(temp, nbytes)
         return -1 if status and not binding.supported(status) else ran
-
-
-def _alike(x: str, w: str) -> bool:
-    """Whether two formats differ in the rows of a block alone."""
-    one, other = (format_fields(words_of(spec)[0]) | {"block_rows": 1} for spec in (x, w))
-    return one == other
-
-
-def _multiplied(x: str, g: str) -> bool:
-    """Whether two formats differ in the element alone."""
-    return spec_of(x).format.scaling.block == spec_of(g).format.scaling.block
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):

@@ -38,13 +38,6 @@ def inverse(cols: int) -> float:
     return struct.unpack("<f", struct.pack("<f", 1.0 / cols))[0] if cols else 0.0
 
 
-def _reciprocal_root(x: Tensor) -> Tensor:
-    """1 / sqrt(x), both rounded correctly: through fp64, because torch's own fp32 roots (MKL's, on
-    CPUs) may be an ulp off."""
-    root = x.double().sqrt().to(_F32)
-    return root.double().reciprocal().to(_F32)
-
-
 @torch.no_grad()
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype
@@ -59,7 +52,9 @@ def normalize(
     if norm.kind == "LayerNorm":
         mean = lane_sum(x) * scale
         x = x - mean
-    rstd = _reciprocal_root(lane_sum(x * x) * scale + norm.eps)
+    # Root and reciprocal are rounded correctly through fp64: fp32 roots of torch may be an ulp off.
+    root = (lane_sum(x * x) * scale + norm.eps).double().sqrt().to(_F32)
+    rstd = root.double().reciprocal().to(_F32)
     z = x * rstd * weight
     if bias is not None:
         z = z + bias

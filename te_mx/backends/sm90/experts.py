@@ -29,7 +29,7 @@ from te_mx.backends.sm90.layouts.frozen import FORMAT
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS
 from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles, one_copy
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import GroupedRows, Groups, Mode, QuantizeGroups
+from te_mx.dispatch.calls import GroupedRows, Groups, QuantizeGroups
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, rows_of_expert
@@ -93,11 +93,6 @@ def why_not_sorted(problem: Problem, *layouts: str) -> str | None:
     return reason or why_not_second(problem.rhs)
 
 
-def spread_of(mode: Mode) -> int:
-    """How tokens are aligned."""
-    return BY_ROWS if mode.precision == INVARIANT else mode.spread
-
-
 def product(lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, out: Tensor,
             what: Any) -> Tensor:  # fmt: skip
     """out: sorted rows times the weights of their experts."""
@@ -136,7 +131,8 @@ class HopperExperts(ExpertsKernel):
         first, second, (tokens, top_k), x = what.first, what.second, what.ids.shape, what.x
         slots = sort_slots(what.ids, first.groups, top_k, what.expert_map)
         groups, device = Groups(slots.ends), x.device
-        spec = f"{what.format}@sm90_rows:{spread_of(what.mode)}"
+        spread = BY_ROWS if what.mode.precision == INVARIANT else what.mode.spread
+        spec = f"{what.format}@sm90_rows:{spread}"
         quantized = quantize_groups(QuantizeGroups(x, groups, spec, "", what.rule), slots.rows).row
         assert quantized is not None
         rows = len(slots.rows)
