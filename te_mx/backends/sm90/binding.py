@@ -90,6 +90,15 @@ def supported(status: int) -> bool:
     raise RuntimeError(f"te_mx internal error: a Hopper kernel returned status {status}")
 
 
+def expect(status: int, what: str) -> None:
+    """Raise where a kernel does not take what its envelope let through."""
+    if not supported(status):
+        raise RuntimeError(
+            f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
+            "columns and rows of all weights in 31 bits"
+        )
+
+
 # ----------------------------------------------------------------------------------------- matrices
 def rows_of(x: Tensor) -> Tensor:
     """x with adjacent elements in each row."""

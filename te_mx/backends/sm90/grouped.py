@@ -23,7 +23,6 @@ from te_mx.backends.native import (
     is_aligned,
     one_read,
     one_read_of_weights,
-    record_of,
     words_of,
 )
 from te_mx.backends.reference.grouped import ActGroupsReference
@@ -57,7 +56,7 @@ from te_mx.backends.sm90.layouts.factors import (
 )
 from te_mx.backends.sm90.layouts.frozen import FORMAT
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS
-from te_mx.backends.sm90.quantize import HopperDequantize, sums_too, why_not_randomly
+from te_mx.backends.sm90.quantize import HopperDequantize, pack_args, sums_too, why_not_randomly
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import (
     ActGroups,
@@ -94,16 +93,8 @@ def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     status = binding.native().upload_ends(
         offs.tolist(), there.data_ptr(), binding.stream(index), index
     )
-    expect(status, "end offsets")
+    binding.expect(status, "end offsets")
     return there
-
-
-def expect(status: int, what: str) -> None:
-    if not binding.supported(status):
-        raise RuntimeError(
-            f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
-            "columns and rows of all weights in 31 bits"
-        )
 
 
 def groups_of(offs: Tensor, capacity: int, rows: int) -> Any:
@@ -138,7 +129,7 @@ def quantize_groups(what: QuantizeGroups, gather: Tensor | None = None) -> Quant
     made, _partial = set_outputs(args, row_spec, col_spec, (rows, cols), offs, col_sum)
     binding.set_execution(args, device.index)
     status = binding.native().quantize_grouped(args)
-    expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
+    binding.expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
     return made
 
 
@@ -203,19 +194,8 @@ def _quantize_weights(what: QuantizeWeights) -> StackedParts:
         _set_side(args, "col", col)
     binding.set_execution(args, device.index)
     status = binding.native().quantize_stacked(args, addresses)
-    expect(status, f"{groups} weights of {(rows, cols)}")
+    binding.expect(status, f"{groups} weights of {(rows, cols)}")
     return row, col
-
-
-def _pack_args(weights: Stack, made: Stack) -> Any:
-    """The native record of contiguous plain weights that are packed."""
-    args = binding.native().PackArgs(
-        operand=record_of(binding.native(), weights), out_codes=made.codes.data_ptr(),
-        out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
-        spread=spec_of(made.spec).layout.spread,  # type: ignore[attr-defined]
-    )  # fmt: skip
-    binding.set_execution(args, weights.codes.device.index)
-    return args
 
 
 def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread: int) -> Stack:
@@ -225,10 +205,10 @@ def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread:
     is on the device."""
     sizes = weights.groups, weights.rows, weights.k
     made = binding.empty_stack(f"{weights.format.name}@sm90:{spread}", *sizes, offs.device)
-    args = _pack_args(weights, made)
+    args = pack_args(weights, made)
     args.groups = groups_of(offs, capacity, rows)
     status = binding.native().pack_stacked(args)
-    expect(status, f"{weights.groups} plain weights of {sizes[1:]}")
+    binding.expect(status, f"{weights.groups} plain weights of {sizes[1:]}")
     return made
 
 
@@ -252,7 +232,7 @@ def gemm_bands(p: GroupedRows) -> None:
         )  # fmt: skip
         binding.set_execution(args, w.codes.device.index)
         args.groups = groups_of(p.groups.offs, p.groups.capacity, len(p.out))
-        expect(native.unpack_stacked(args, w.rows), f"{w.groups} weights of {(rows, w.k)}")
+        binding.expect(native.unpack_stacked(args, w.rows), f"{w.groups} weights of {(rows, w.k)}")
         bias = None if p.bias is None else p.bias[:, first : first + rows]
         gemm_rows(p._replace(bias=bias, out=p.out[:, first : first + rows]), made)
 
@@ -279,7 +259,7 @@ def gemm_rows(p: GroupedRows, rhs: Stack) -> None:
     args.bias, args.bias_dtype = typed_address(bias)
     args.groups = groups_of(offs, p.groups.capacity, len(p.out))
     status = binding.native().gemm_grouped(args)
-    expect(status, f"groups of rows of {tuple(p.out.shape)} and {rhs.groups} weights")
+    binding.expect(status, f"groups of rows of {tuple(p.out.shape)} and {rhs.groups} weights")
 
 
 def gemm_k(p: GroupedK, out: Tensor, first_rows: Sequence[int] = ()) -> None:
@@ -292,7 +272,7 @@ def gemm_k(p: GroupedK, out: Tensor, first_rows: Sequence[int] = ()) -> None:
     args.along_k, args.accumulate = True, p.accumulate
     args.groups = groups_of(offs, p.groups.capacity, p.lhs.k)
     status = binding.native().gemm_grouped(args, first_rows)
-    expect(status, f"products of {tuple(out.shape)}")
+    binding.expect(status, f"products of {tuple(out.shape)}")
 
 
 def _gemm_args(lhs: Operand, rhs: Operand | Stack, m: int, n: int, k: int, out: Tensor) -> Any:
@@ -358,10 +338,10 @@ class HopperColumnsOfWeights(Kernel):
     def run(self, row: Stack, col: str, rule: str) -> Stack:
         row = row._replace(codes=row.codes.contiguous(), scales=row.scales.contiguous())
         made = binding.empty_stack(col, row.groups, row.k, row.rows, row.codes.device)
-        args = _pack_args(row, made)
+        args = pack_args(row, made)
         args.groups_count, args.rule = row.groups, SCALE_RULES[rule]
         status = binding.native().columns_of_stacked(args)
-        expect(status, f"the columns of {row.groups} plain weights of {(row.rows, row.k)}")
+        binding.expect(status, f"the columns of {row.groups} plain weights of {(row.rows, row.k)}")
         return made
 
 
