@@ -5,8 +5,7 @@
         loss = model(x).sum()
 
 Importing never builds anything and never fails for want of the native code:
-`te_mx.is_mxfp8_available` and `te_mx.explain` say what this machine runs.
-"""
+`te_mx.is_mxfp8_available` and `te_mx.explain` say what this machine runs."""
 
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version

@@ -2,8 +2,7 @@
 
 A recipe is a validated value. ``te_mx.autocast`` makes active what it is at that moment; the
 modules read only its ``settings``, a plain tuple that ``torch.compile`` can guard on by value.
-`NAMED` has the recipes that go by a name: ``te_mx.autocast(recipe="mxfp8")``.
-"""
+`NAMED` has the recipes that go by a name: ``te_mx.autocast(recipe="mxfp8")``."""
 
 from te_mx.recipes.custom import CustomRecipe, Quantizer, QuantizerRole, overrides
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling, MMParams

@@ -4,10 +4,7 @@ te_mx is tested; `tests/project/test_torch_internals.py` takes each away in turn
 
 What nn.Module keeps its parts in (``_parameters``, ``_modules``, ``_buffers``, its dicts of hooks)
 and ``Tensor._version``, ``Tensor._base`` and ``torch._foreach_*`` are no internals in this sense:
-torch's documentation names them, or subclasses have always read them.
-"""
-
-from __future__ import annotations
+torch's documentation names them, or subclasses have always read them."""
 
 import functools
 import inspect
@@ -82,8 +79,7 @@ def calling_frame(up: int) -> Any:
 
 
 # ----------------------------------------------------------------------------------------- modules
-# Whether hooks were registered for all modules. Without: they may have been, and no modules run as
-# one.
+# Whether hooks were registered for all modules. Without: as if, and no modules run as one.
 hooked_everywhere: Callable[[], bool] = _found(
     "torch.nn.modules.module:_has_any_global_hook", lambda: True
 )
@@ -103,7 +99,7 @@ def bind_recomputed(bound: Callable[[Any], Any]) -> None:
         forward = reentrant.forward
 
         @functools.wraps(forward)
-        def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        def bound_forward(ctx: Any, run_function: "Callable[..., Any]", *args: Any) -> Any:
             return forward(ctx, bound(run_function), *args)
 
         bound_forward.__dict__[_BINDS] = True
@@ -114,7 +110,9 @@ def bind_recomputed(bound: Callable[[Any], Any]) -> None:
         init = frame.__init__
 
         @functools.wraps(init)
-        def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        def bound_init(
+            self: Any, recompute_fn: "Callable[..., Any]", *args: Any, **kw: Any
+        ) -> None:
             init(self, bound(recompute_fn), *args, **kw)
 
         bound_init.__dict__[_BINDS] = True
@@ -183,6 +181,5 @@ def running_ddp() -> Any:
     return None
 
 
-# What makes a tensor of a class of one's own without memory. Without: quantized_all_gather is
-# refused.
+# Makes a tensor of one's own class without memory. Without: quantized_all_gather is refused.
 wrapper_of: Any = _found("torch:Tensor._make_wrapper_subclass", None)

@@ -1,9 +1,7 @@
 """Ops on uint8 codes and scales: what modules, autograd functions and MXTensor are built from.
 
-Each is a thin function over a torch.library op, so it compiles, traces and works under modes; on
-plain CPU and CUDA tensors it picks a kernel and runs it directly. Gradients do not flow through
-them.
-"""
+Each is a thin function over a torch.library op: it compiles, traces, works under modes; on plain
+CPU and CUDA tensors it picks a kernel and runs it directly. Gradients do not flow through them."""
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)

@@ -1,8 +1,5 @@
 """Checks of what ops are given, before any address is taken. They look at devices, dtypes and
-shapes only, never at values.
-"""
-
-from __future__ import annotations
+shapes only, never at values."""
 
 from collections.abc import Sequence
 
@@ -60,8 +57,19 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
     key = row, col, rule, x.dtype
     if seed is None and key in _quantizable:
         return
-    if seed is not None or is_stochastic(rule):
-        _seeded(rule, seed, x.device)
+    if (seed is not None) != is_stochastic(rule):
+        raise ValueError(
+            "te_mx: a seed belongs to rules that end in '+sr', got "
+            f"{'no' if seed is None else 'a'} seed with rule {rule!r}"
+        )
+    device = x.device
+    if seed is not None and (
+        seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device
+    ):
+        raise ValueError(
+            f"te_mx: the seed must be int64 [1] on {device}, got {seed.dtype} "
+            f"{tuple(seed.shape)} on {seed.device}"
+        )
     float_dtype(x.dtype)
     for spec in (row, col):
         if spec:
@@ -73,20 +81,6 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
                 )
     if seed is None:
         _quantizable.add(key)
-
-
-def _seeded(rule: str, seed: Tensor | None, device: torch.device) -> None:
-    """Raise ValueError unless a rule and a seed belong together."""
-    if seed is None or not is_stochastic(rule):
-        got = "no seed" if seed is None else "a seed"
-        raise ValueError(
-            f"te_mx: a seed belongs to rules that end in '+sr', got {got} with rule {rule!r}"
-        )
-    if seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device:
-        raise ValueError(
-            f"te_mx: the seed must be int64 [1] on {device}, got {seed.dtype} "
-            f"{tuple(seed.shape)} on {seed.device}"
-        )
 
 
 def tokens(name: str, spec: str, kind: str) -> None:
@@ -106,8 +100,7 @@ def tokens(name: str, spec: str, kind: str) -> None:
 
 
 def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> None:
-    """Raise ValueError unless offs are end offsets that an op on a device reads: there, or on the
-    CPU."""
+    """Raise ValueError unless offs are end offsets on a device or on the CPU."""
     if offs.dim() != 1 or offs.dtype not in INDEX_DTYPES:
         raise ValueError(
             f"te_mx: offs must be a vector of end offsets in int32 or int64, got {offs.dtype} "

@@ -1,8 +1,6 @@
 """Floating-point operations of the GEMM ops, for torch.utils.flop_counter.FlopCounterMode: 2 m n k,
 as it counts those of torch. Groups count all rows, whichever belong to one: shapes say no more."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula

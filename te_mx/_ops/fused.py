@@ -2,11 +2,7 @@
 of what they start from.
 
 A step's value is computed in fp32, rounded to a dtype and quantized. The bytes are those of the
-same steps one after the other (backends/reference/fused.py), which is what runs on devices without
-a kernel of their own.
-"""
-
-from __future__ import annotations
+same steps one by one, backends/reference/fused.py, for devices without a kernel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,8 +38,7 @@ def norm_quantize_2d(step: NormStep) -> NormParts:
     """Normalize x [rows, cols] over its columns and quantize the result z.
 
     z = (x - mean) * rstd * weight + bias, rounded to dtype; RMSNorm has neither mean nor bias. For
-    zero-centered weights pass 1 + weight.
-    """
+    zero-centered weights pass 1 + weight."""
     x, weight, bias, norm, dtype, keep, target = step
     if is_direct(x, weight, bias, target.seed):
         return _run_norm(step)

@@ -1,8 +1,5 @@
 """te_mx::gemm and te_mx::gemm_out: D[m, n] = epilogue(lhs[m, k] @ rhs[n, k]^T) on two quantized
-operands, and the forms that operands take which stand still.
-"""
-
-from __future__ import annotations
+operands, and the forms that operands take which stand still."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,8 +53,7 @@ def gemm_2d(
     if is_direct(lhs.codes, bias, gelu_in, out):
         made = None
         if shape is not None and out is None:
-            # The result itself, and no view: autograd lets nobody change the view that a Function
-            # returns in place.
+            # The result itself: a view that a Function returns cannot be changed in place.
             made = empty(lhs.codes, shape, out_dtype)
             out = made if len(shape) == 2 else made.view(lhs.rows, rhs.rows)
         given = out if made is None else None
@@ -134,8 +130,7 @@ def kept_form(operand: Operand, side: str, mode: Mode, other: str = "") -> Opera
     reads without work: as it is where there is nothing to gain, and under torch.compile.
 
     side: "lhs" or "rhs", which it will be. other: the spec of what it is multiplied with; its own
-    by default.
-    """
+    by default."""
     codes = operand.codes
     if torch.compiler.is_compiling() or codes.numel() == 0:
         return operand
@@ -151,9 +146,8 @@ def kept_form(operand: Operand, side: str, mode: Mode, other: str = "") -> Opera
 
 
 def standing_form(operand: Operand) -> Operand | None:
-    """An operand in the form that the kernel of its device for adaptive products of its format
-    reads without work, on either side; None where it reads it as it is, as on CPUs, whose forms
-    are those of one side."""
+    """An operand in the form that the kernel for adaptive products of its format reads without
+    work, on either side; None where that is as it is, as on CPUs."""
     codes, place = operand.codes, place_of(operand.codes.device)
     if place.device == "cpu" or codes.is_meta or codes.numel() == 0:
         return None

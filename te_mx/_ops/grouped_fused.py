@@ -1,8 +1,6 @@
 """te_mx::act_quantize_grouped: activations of the tokens of all groups, and their derivatives, that
 end in the quantizer of groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

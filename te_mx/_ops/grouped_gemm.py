@@ -5,10 +5,7 @@ and dgrad, groups of k are wgrad.
     gemm_k     D_g          = lhs[:, start:end] @ rhs[:, start:end]^T
 
 Every group has the bits of its own gemm_2d. Ends of groups are as for quantize_grouped: those on
-the CPU are checked, those on a device clamped and never waited for.
-"""
-
-from __future__ import annotations
+the CPU are checked, those on a device clamped and never waited for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,15 +31,9 @@ _DEFAULT_MODE = Mode()
 
 # ----------------------------------------------------------------------------------- groups of rows
 def gemm_rows(
-    lhs: Operand,
-    rhs: Stack,
-    groups: Groups,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    tag: int = -1,
-    mode: Mode = _DEFAULT_MODE,
-) -> Tensor:
+    lhs: Operand, rhs: Stack, groups: Groups, *, bias: Tensor | None = None, out_dtype: torch.dtype,
+    tag: int = -1, mode: Mode = _DEFAULT_MODE,
+) -> Tensor:  # fmt: skip
     """D [R, n]: rows of group g are lhs @ rhs_g^T + bias_g; rows of no group are 0.
 
     Args:
@@ -119,16 +110,9 @@ GEMM_ROWS = define(
 
 # -------------------------------------------------------------------------------------- groups of k
 def gemm_k(
-    lhs: Operand,
-    rhs: Operand,
-    groups: Groups,
-    *,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype,
-    accumulate: bool = False,
-    tag: int = -1,
-    mode: Mode = _DEFAULT_MODE,
-) -> Tensor:
+    lhs: Operand, rhs: Operand, groups: Groups, *, out: Tensor | None = None,
+    out_dtype: torch.dtype, accumulate: bool = False, tag: int = -1, mode: Mode = _DEFAULT_MODE,
+) -> Tensor:  # fmt: skip
     """D [G, m, n]: the product over the k of each group; zeros for a group without any.
 
     Args:
@@ -191,8 +175,7 @@ def gemm_k_into(
 
     False where no kernel reaches them in one launch, and nothing was done: where the kernel of the
     problem cannot, under torch.compile and other watchers, for tensors of several dtypes, and where
-    their addresses are not whole rows apart.
-    """
+    their addresses are not whole rows apart."""
     sides = lhs.scales, rhs.codes, rhs.scales, groups.offs
     if not is_direct(lhs.codes, *sides, *outs) or len({out.dtype for out in outs}) > 1:
         return False

@@ -1,8 +1,6 @@
 """te_mx::quantize_grouped, te_mx::quantize_weights, te_mx::columns_of_weights: the tokens and the
 weights of all groups in one call each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,15 +34,9 @@ def ends_of(offs: Tensor) -> str:
 
 # ------------------------------------------------------------------------------------------- tokens
 def quantize_grouped(
-    x: Tensor,
-    groups: Groups,
-    row: str = "",
-    col: str = "",
-    *,
-    rule: str,
-    col_sum: bool = False,
+    x: Tensor, groups: Groups, row: str = "", col: str = "", *, rule: str, col_sum: bool = False,
     seed: Tensor | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Quantize the rows of all groups of x [R, cols] (fp32, bf16 or fp16, any strides).
 
     Rowwise parts are those of quantize_2d. Columnwise blocks never hold rows of two groups: see
@@ -109,8 +101,7 @@ def quantize_weights(
     """Quantize the weights of all groups, each [rows, cols] or all in one tensor [G, rows, cols]:
     the operand for fprop, and the one for dgrad if `col` names its spec.
 
-    Every weight gives the bytes of quantize_2d.
-    """
+    Every weight gives the bytes of quantize_2d."""
     made, made_col = _quantized_weights(QuantizeWeights(weights, row, col, rule))
     assert made is not None
     return made, made_col
@@ -185,9 +176,8 @@ _WEIGHTS = define(
 
 # ----------------------------------------------------------------------------------------- one copy
 def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
-    """The operand for dgrad of weights of which only plain rowwise codes are left: these codes
-    where blocks are square, else what they decode to (Format.exact_dtype), quantized along the
-    columns.
+    """The operand for dgrad of weights kept as plain rowwise codes alone: these codes where blocks
+    are square, else what they decode to (Format.exact_dtype), quantized along the columns.
 
     Args:
         row: logical [G, rows, cols], by rows or as a weight that stands still; the result is

@@ -1,10 +1,7 @@
 """The op library `te_mx` and the rule for calling an implementation without the dispatcher.
 
 Ops are defined with torch.library.Library (schema, one implementation that picks the kernel, fake
-kernel): a call costs 2.5 us where the custom_op decorator costs 10 us.
-"""
-
-from __future__ import annotations
+kernel): a call costs 2.5 us where the custom_op decorator costs 10 us."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,9 +25,7 @@ _PLAIN = frozenset((Tensor, Parameter))
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define te_mx::<schema> and return the callable overload, torch.ops.te_mx.<name>.default.
 
-    `run` runs on tensors of every device and picks the kernel there, `fake` on tensors without
-    data.
-    """
+    `run` runs on tensors of every device and picks the kernel there, `fake` without data."""
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -57,8 +52,7 @@ def is_direct(x: Tensor, *others: Tensor | None, modes: bool = True) -> bool:
     memory holds their values, and nobody who watches the dispatcher (modes: as of `is_watched`).
 
     Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold their values:
-    the dispatcher makes copies of them that do.
-    """
+    the dispatcher makes copies of them that do."""
     if is_watched(modes) or type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda) or x.is_neg():
         return False
     for other in others:
@@ -81,8 +75,7 @@ def are_direct(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def facts_of(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What says whether and how dense tensors are read, but who watches: the same of tensors
-    alike."""
+    """What says whether and how dense tensors are read, but who watches."""
     return tuple([
         None if t is None else (
             type(t), t.shape, t.dtype, t.device, t.requires_grad, t.is_leaf, t.is_neg()

@@ -1,7 +1,5 @@
 """Linear layers as one native call each way: for plain tensors, below autograd; no torch op."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,10 +4,7 @@
 
 dispatch/moe.py says how rows are routed. Ids that are out of range belong to nobody; nothing past
 num_tokens_post_padded counts, and no host waits for a device. te_mx::moe_align: slots sorted by
-expert and cut into blocks.
-"""
-
-from __future__ import annotations
+expert and cut into blocks."""
 
 from typing import Any
 

@@ -1,8 +1,6 @@
 """te_mx::quantize, te_mx::dequantize, te_mx::convert: matrices to codes and scales, back, and from
 one layout to another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,22 +21,15 @@ from te_mx.runtime.kernel_log import note_read
 
 
 def quantize_2d(
-    x: Tensor,
-    row: str = "",
-    col: str = "",
-    *,
-    rule: str = "rceil",
-    col_sum: bool = False,
-    sum_dtype: torch.dtype = torch.float32,
-    seed: Tensor | None = None,
-) -> Quantized:
+    x: Tensor, row: str = "", col: str = "", *, rule: str = "rceil", col_sum: bool = False,
+    sum_dtype: torch.dtype = torch.float32, seed: Tensor | None = None,
+) -> Quantized:  # fmt: skip
     """Quantize x [rows, cols] (fp32, bf16 or fp16, any strides) along its rows, its columns or
     both, in one read.
 
     Args:
         x: the matrix.
-        row, col: specs ("<format>@<layout>") of the operands [rows, k = cols] and [cols, k = rows];
-            "" for none.
+        row, col: specs ("<format>@<layout>") of [rows, k = cols] and [cols, k = rows]; "" for none.
         rule: a scale rule that the format knows: "rceil", "floor" or "even" of MX formats; with
             "+sr" behind it, codes are rounded stochastically.
         col_sum: also sum x over its rows in fp32, for a bias gradient.
@@ -109,8 +100,7 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The values [rows, k] of an operand, rounded once to dtype (with a tensor scale to fp32 before
-    it); NaN where a scale says so. Of a weight that stands still: those of the codes that it was
-    made of."""
+    it); NaN where a scale says so. Of a weight that stands still: those of its codes."""
     if operand.layout.reads_as:
         operand = plain(operand)
     if is_direct(operand.codes, operand.scales):

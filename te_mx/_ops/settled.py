@@ -1,9 +1,6 @@
 """te_mx::plain_rows: a weight that stands still lies once, in the layout of which one copy serves
 every kernel of its device (`settled`); `plain` gives back the rowwise codes and scales that it was
-made of, byte for byte.
-"""
-
-from __future__ import annotations
+made of, byte for byte."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -37,8 +34,7 @@ def settled(held: Weight) -> Weight:
 
 
 def for_any_rows(held: Weight) -> Weight:
-    """A weight by rows as `settled`, where a kernel multiplies any number of rows with that; else
-    itself."""
+    """A weight by rows as `settled`, where a kernel multiplies any rows with that; else itself."""
     lies = held.layout is ROWS and held.codes.numel() > 0 and is_direct(held.codes, held.scales)
     return settled(held) if lies and get(_kernel(held).layout).any_rows else held
 

@@ -2,10 +2,7 @@
 
 Compiled code computes what is cheap to write down, as the sines of a rotary embedding are, again
 for every element of every kernel that reads it. An op is no part of what it fuses: its result lies
-in memory, and is read.
-"""
-
-from __future__ import annotations
+in memory, and is read."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """te_mx.audit: what every linear layer of a model ran last."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -9,13 +9,10 @@ Row-major shapes, with BLAS letters as Transformer Engine uses them; D is always
 Nothing is copied here: kernels take columnwise copies in both layouts, and bits of the result do
 not depend on them. Below this file B is lhs and A is rhs: D[m, n] = lhs[m, k] @ rhs[n, k]^T.
 
-The epilogue words of `te_mx.gemm`, checked and put into the form that ops take.
-"""
-
-from __future__ import annotations
+The epilogue words of `te_mx.gemm`, checked and put into the form that ops take."""
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +47,7 @@ def check_layout(layout: str) -> None:
 def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
     """The two operands (logical A [m, k], B [n, k]) that a layout reads from two MXTensors.
 
-    Raises ValueError when a copy is missing, devices differ or the sizes of k differ, TypeError for
-    what is no MXTensor.
-    """
+    Raises ValueError for a missing copy, other devices or sizes of k, TypeError for no MXTensor."""
     check_layout(layout)
     for name, tensor in (("A", A), ("B", B)):
         if not hasattr(tensor, "operand"):
@@ -79,15 +74,12 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
 def operand_of(tensor: Any, usage: str, name: str, layout: str) -> Operand:
     """The copy of an MXTensor that a layout reads. Raises ValueError where it has none."""
     operand: Operand | None = tensor.operand(usage)
-    return no_copy(tensor, usage, name, layout) if operand is None else operand
-
-
-def no_copy(tensor: Any, usage: str, name: str, layout: str) -> NoReturn:
-    """Raise ValueError for a copy that a layout reads and an MXTensor does not have."""
-    raise ValueError(
-        f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has none; "
-        f"make it with te_mx.quantize(x, {usage}=True)"
-    )
+    if operand is None:
+        raise ValueError(
+            f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has none; "
+            f"make it with te_mx.quantize(x, {usage}=True)"
+        )
+    return operand
 
 
 def check_dtype(dtype: torch.dtype, name: str) -> None:
@@ -105,8 +97,7 @@ def resolve(
 
     grad=False: bias [m] is added, gelu is applied. grad=True: gelu_in [n, m] asks for the product
     with the derivative (gelu names the form, "tanh" by default), bias asks for the bias gradient:
-    with gelu_in the column sums of D [m] ("result"), else the sums of B over k [n] ("operand").
-    """
+    with gelu_in the column sums of D [m] ("result"), else the sums of B over k [n] ("operand")."""
     check_flag("grad", grad)
     check_flag("accumulate", accumulate)
     if gelu is not None and not is_one_of(gelu, GELUS):

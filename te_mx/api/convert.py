@@ -6,10 +6,7 @@ to it stays by construction: the module's identity (shared modules, references i
 parameters (tied weights, optimizer state, device, dtype, requires_grad, meta tensors), its hooks
 and its training mode.
 
-revert_model: what te_mx.convert_model changed gets the class back that it had.
-"""
-
-from __future__ import annotations
+revert_model: what te_mx.convert_model changed gets the class back that it had."""
 
 import copy
 import warnings
@@ -55,11 +52,10 @@ def convert_model(
     A layer of another library keeps its class, as a subclass of it, and outside of te_mx.autocast
     the forward that it had. docs/integrations.md has more.
 
-    Modules that multiply in other ways stay as they are; the report says how much of the model that
-    is. A `ConversionWarning` is given
-    where nothing was converted, once in a process where a converted layer trains although no
-    te_mx.autocast was entered yet, and when a region is entered after something else replaced
-    converted layers.
+    Modules that multiply in other ways stay as they are; the report says how much that is. A
+    `ConversionWarning` is given where nothing was converted, once in a process where a converted
+    layer trains although no te_mx.autocast was entered yet, and when a region is entered after
+    something else replaced converted layers.
 
     Args:
         model: may itself be an nn.Linear.
@@ -199,8 +195,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     fuse_wgrad_accumulation, delay_wgrad_compute). Blocks and normalizations that ``fuse=True``
     fused where they stand get their own class back, modules that it made become the layers that
     they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
-    stay, with the reason. Bound recipes are removed, also from modules that stay.
-    """
+    stay, with the reason. Bound recipes are removed, also from modules that stay."""
     check_module(model)
     unbind(model)
     given_back = [*unfuse_in_place(model), *unfuse(model)]

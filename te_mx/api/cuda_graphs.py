@@ -2,10 +2,7 @@
 
 A CUDA graph replays kernels on addresses. Whatever Python decided while it was captured (recipes,
 places of weight gradients) it decided for all replays, so here is kept what was decided, and a call
-that would decide otherwise is refused.
-"""
-
-from __future__ import annotations
+that would decide otherwise is refused."""
 
 import functools
 import gc
@@ -184,8 +181,7 @@ class _Captured:
     """What Python decided for the replays of one callable.
 
     settings: of its te_mx modules, or of the region of a function. own: whether they belong to the
-    graph, so that calls outside of regions run them.
-    """
+    graph, so that calls outside of regions run them."""
 
     def __init__(self, function: Any, own: bool) -> None:
         self.label = type(function).__name__ if isinstance(function, nn.Module) else shown(function)
@@ -247,11 +243,9 @@ def _places(modules: list[MXModule]) -> list[_Place]:
             main_grad = getattr(parameter, "main_grad", None)
             if parameter.requires_grad and isinstance(main_grad, Tensor):
                 found[id(parameter)] = _Place(
-                    parameter,
-                    main_grad,
-                    getattr(parameter, "overwrite_main_grad", False),
+                    parameter, main_grad, getattr(parameter, "overwrite_main_grad", False),
                     hasattr(parameter, "grad_added_to_main_grad"),
-                )
+                )  # fmt: skip
     return list(found.values())
 
 
@@ -278,7 +272,7 @@ def _checked(made: Any, captured: _Captured) -> Any:
     replay: Callable[..., Any] = made if module is None else module.forward
 
     @functools.wraps(replay)
-    def call(*args: Any, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
+    def call(*args: Any, is_first_microbatch: "bool | None" = None, **kwargs: Any) -> Any:
         if module is not None and module.training != captured.training:
             if is_first_microbatch is not None:
                 kwargs["is_first_microbatch"] = is_first_microbatch
@@ -305,7 +299,7 @@ def _own_grad(parameter: nn.Parameter) -> None:
     held = weakref.ref(parameter)
 
     @unserializable_hook
-    def own(grad: Tensor | None) -> Tensor | None:
+    def own(grad: "Tensor | None") -> "Tensor | None":
         leaf = held()
         fresh = grad is not None and leaf is not None and leaf.grad is None
         return grad.clone() if fresh else None  # type: ignore[union-attr]

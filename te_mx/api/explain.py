@@ -1,9 +1,6 @@
 """te_mx.explain: what runs a GEMM and why, before the call.
 
-te_mx.explain_grouped: which kernels a grouped layer runs on, before the call.
-"""
-
-from __future__ import annotations
+te_mx.explain_grouped: which kernels a grouped layer runs on, before the call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,8 +212,7 @@ def explain_grouped(
     precision: str = "adaptive",
     recipe: Any = None,
 ) -> GroupedExplanation:
-    """Say which kernels `te_mx.GroupedLinear` runs groups of m_splits rows on, and why others
-    decline.
+    """Say which kernels `te_mx.GroupedLinear` runs groups of rows on, and why others decline.
 
     Groups of few rows run on another kernel than groups of many, exactly as te_mx.Linear does with
     as many tokens; the names are joined by " + ".
@@ -225,8 +221,7 @@ def explain_grouped(
         m_splits: rows of every group, a sequence of ints or an int tensor [groups].
         in_features, out_features: of every group.
         device: the CPU by default.
-        precision: as for `te_mx.gemm`; it matters on GPUs without block-scaled tensor
-            cores.
+        precision: as for `te_mx.gemm`; it matters on Hopper GPUs.
         recipe: names the formats; None means E4M3 everywhere.
 
     Raises:

@@ -1,7 +1,5 @@
 """freeze_weights and unfreeze_weights: weights that stand still, for inference."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
@@ -294,16 +292,14 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
         dequantize: what to do where the master weights were dropped. False refuses; True makes
             parameters of the original dtype from the codes (the values that the frozen module
             computed with, not the original ones). A weight that was tied to one that `model` still
-            has is that one again, and one that a module got meanwhile (tie_weights, set by hand)
-            stays.
+            has is that one again, one that a module got meanwhile (tie_weights) stays.
 
     Returns:
         The number of modules that were frozen.
 
     Raises:
         TypeError: an argument has the wrong type.
-        RuntimeError: master weights were dropped and `dequantize` is False. Nothing is changed
-            then.
+        RuntimeError: master weights were dropped and `dequantize` is False; nothing is changed.
     """
     check_flag("dequantize", dequantize)
     modules = [(name, module) for name, module in _modules(model) if module._source.standing]

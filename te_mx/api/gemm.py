@@ -4,10 +4,7 @@ either: the modules of te_mx.nn are what trains.
 Of two tensors that stand still, after a few calls of the same kind, the plan of their kernel and
 the packed operands are known, and te_mx.gemm looks only at what may have changed: the codes
 (torch counts writes to them), the stream, a graph that is being captured, and who watches the
-dispatcher. Then the long way is taken, which says what is wrong.
-"""
-
-from __future__ import annotations
+dispatcher. Then the long way is taken, which says what is wrong."""
 
 import math
 from operator import is_not
@@ -153,8 +150,7 @@ ROUNDINGS = ("nearest", "stochastic")
 class GemmOutput(NamedTuple):
     """Result of `te_mx.gemm`.
 
-    out: D [n, m]. aux: the value before GELU [n, m], or None. bias_grad: [m] or [n], or None.
-    """
+    out: D [n, m]. aux: the value before GELU [n, m], or None. bias_grad: [m] or [n], or None."""
 
     out: Tensor
     aux: Tensor | None
@@ -198,8 +194,7 @@ def quantize(
         fmt: "e4m3" (max 448) or "e5m2" (max 57344), which are MXFP8, or a name of
             te_mx.formats.names(), "nvfp4", "nvfp4_16x16" or "nvfp4_rows".
         rowwise: blocks along the last dimension.
-        columnwise: blocks along the flattened leading dimensions. With rowwise, x is read once for
-            both.
+        columnwise: blocks along the flattened leading dimensions. Both come from one read of x.
         columnwise_transposed: store the columnwise copy as [cols, rows]. None takes the form that
             the device's GEMM reads best. Values do not depend on it.
         scale_rule: "rceil", "floor" or "even" for MX formats; "pow2" or "fp32" for blockwise FP8,
@@ -208,8 +203,7 @@ def quantize(
             better one, with "_mse" and "_448" behind it if wanted. None for the first one, or for
             the one behind the format ("nvfp4+modelopt").
         rounding: "nearest" (to even), or "stochastic" for MX formats and NVFP4: up or down with a
-            mean of what is rounded, by random bits that depend on the seed and on the element's
-            place.
+            mean of what is rounded, by random bits that depend on the seed and the place.
         seed: of stochastic rounding: an int of 64 bits, or an int64 tensor [1] on the device of x,
             which a CUDA graph may change between replays.
         packed: what `prepack` does with the result.
@@ -362,8 +356,7 @@ def gemm(
 ) -> GemmOutput:
     """Multiply two MXTensors, or one and a plain tensor, with what belongs to a layer behind it.
 
-    Layouts are those of BLAS and Transformer Engine. In row-major shapes, leading dimensions
-    flattened:
+    Layouts are those of BLAS and Transformer Engine. Shapes are row-major and flattened:
 
     ====== ======= ======= ========= ==================== ============================
     layout A       B       D [n, m]  reads                te_mx.Linear: A, B
@@ -390,8 +383,7 @@ def gemm(
         bias: grad=False: [m]. grad=True: a tensor or True asks for the bias gradient, [m] (sums of
             D over n) with gelu_in, [n] (sums of B over k) without, where B has no Hadamard
             transform; it has the dtype of the tensor, or fp32 for True.
-        gelu: None, "tanh" or "erf". With gelu_in, the form that the forward used; "tanh" if left
-            away.
+        gelu: None, "tanh" or "erf". With gelu_in, that of the forward; "tanh" if left away.
         gelu_in: [n, m], the aux of the forward; needs grad=True.
         grad: this is a backward GEMM.
         out: contiguous [n, m], written in place; its dtype replaces out_dtype. It shares no memory

@@ -1,9 +1,6 @@
 """te_mx.grouped_linear and te_mx.grouped_wgrad: grouped products for mixtures of experts that keep
 their own parameters and their own token layout; te_mx.grouped_gemm: the products of all groups on
-operands that are quantized already, or of tokens as they are.
-"""
-
-from __future__ import annotations
+operands that are quantized already, or of tokens as they are."""
 
 import itertools
 from collections.abc import Sequence
@@ -203,8 +200,7 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError: what does not fit, with what was expected, before anything runs.
         RuntimeError: out requires grad while autograd records.
-        NotImplementedError: forward-mode AD or a transform of torch.func follows bias
-            or inp.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
     form = Grouping(OWNER, offs, index, masked_m, alignment).checked()
     check_flag(f"{OWNER}: zero_padding", zero_padding)
@@ -266,8 +262,7 @@ def is_quantized(weight: Any) -> bool:
 def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
     """The weights of all groups as one operand.
 
-    Raises TypeError or ValueError for what is no MXTensor [G, N, K], or a sequence of [N, K].
-    """
+    Raises TypeError or ValueError for what is no MXTensor [G, N, K], or a sequence of [N, K]."""
     if isinstance(weight, MXTensor):
         operand = _rowwise(weight, name, owner)
         if len(weight.shape) != 3 or 0 in weight.shape[:1]:
@@ -376,8 +371,7 @@ def grouped_linear(
             g - 1; 128 is DeepGEMM's psum layout. Rows between groups are of no group.
 
     Returns:
-        [R, N], or [G, M_max, N] with masked_m. The dtype is torch.autocast's where that is on, else
-        that of inp.
+        [R, N], or [G, M_max, N] with masked_m. The dtype is torch.autocast's or that of inp.
 
     Raises:
         TypeError, ValueError: what does not fit, with what was expected.

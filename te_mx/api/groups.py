@@ -4,10 +4,7 @@ functions are given, before anything runs.
 
 What the host cannot read without waiting is never read: it is arithmetic on the device then, and
 what is out of range there is cut off. So nothing breaks a CUDA graph, and no address leaves the
-tensors.
-"""
-
-from __future__ import annotations
+tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +40,7 @@ class Grouping:
     masked_m: Tensor | None
     alignment: int = 1
 
-    def checked(self) -> Grouping:
+    def checked(self) -> "Grouping":
         """Raise ValueError or TypeError unless one way is chosen; with the alignment as an int."""
         given = {"offs": self.offs, "index": self.index, "masked_m": self.masked_m}
         chosen = [name for name, value in given.items() if value is not None]
@@ -65,8 +62,7 @@ class Rows(NamedTuple):
 
     order: the rows that are gathered for them, if not all as they lie. back [R]: where the result
     of each row is then, or `room`: the rows of the result, of which those of `order` are written.
-    real [R]: False for rows between groups that lie inside of `groups` all the same.
-    """
+    real [R]: False for rows between groups that lie inside of `groups` all the same."""
 
     groups: Groups
     order: Tensor | None = None
@@ -98,8 +94,7 @@ class Rows(NamedTuple):
 def settings_of(recipe: Any, forward: bool) -> Settings:
     """The settings of a recipe argument; `forward`: of a call that a backward pass may repeat.
 
-    Raises ValueError where a CustomRecipe leaves what has no name in high precision.
-    """
+    Raises ValueError where a CustomRecipe leaves what has no name in high precision."""
     if recipe is not None:
         active: Any = resolve_recipe(recipe).chosen
     else:
@@ -119,8 +114,7 @@ def settings_of(recipe: Any, forward: bool) -> Settings:
 def rows_of(form: Grouping, tokens: Any, groups: int, most: int) -> Rows:
     """The rows of every group among tokens [R, .], of which masked_m has `most` a group.
 
-    Raises ValueError or TypeError for an index that does not fit, as far as the host can see it.
-    """
+    Raises ValueError or TypeError for an index that does not fit, as far as the host can see it."""
     owner, offs, index, masked_m = form.owner, form.offs, form.index, form.masked_m
     if offs is not None:
         check_index(offs, "offs", (groups,), tokens, owner)
@@ -162,8 +156,7 @@ def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str, gather: bo
     Rows between groups are left out where the host knows them. Where it does not, or without
     `gather`, a group goes on to the start of the next one, with zeros for its last rows. Raises
     ValueError for a group that would end in front of its start, where the host sees it; an empty
-    one may end where the one before it did.
-    """
+    one may end where the one before it did."""
     if alignment == 1 or len(offs) == 0:
         return Rows(Groups(offs))
     rows = tokens.shape[0]

@@ -2,10 +2,7 @@
 selective activation checkpointing may save of te_mx layers.
 
 torch's hooks on saved tensors see all that autograd saves, of every layer and of whatever lies
-between them; hooks on the layers say whose forward is running.
-"""
-
-from __future__ import annotations
+between them; hooks on the layers say whose forward is running."""
 
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -89,7 +86,7 @@ class record_saved:
         self._seen: dict[StorageWeakRef, set[nn.Module | None]] = {}
         self._entered = False
 
-    def __enter__(self) -> record_saved:
+    def __enter__(self) -> "record_saved":
         if self._entered:
             raise RuntimeError("record_saved: was entered before; make a new one")
         self._entered = True
@@ -162,6 +159,5 @@ def checkpoint_ops() -> list[Any]:
         y = checkpoint(block, x, use_reentrant=False, context_fn=context)
 
     Backward then quantizes, normalizes and activates again, and multiplies nothing again. What a
-    GEMM returns is saved: its result, and inside te_mx.LayerNormMLP what GELU reads.
-    """
+    GEMM returns is saved: its result, and inside te_mx.LayerNormMLP what GELU reads."""
     return [GEMM, GEMM_ROWS]

@@ -4,10 +4,7 @@ not quantized (W4A16 and the like).
 Codes are decoded for the time of the product: to bf16 where the other side is bf16 and the format's
 values are too, else to fp32. Products are those of torch, sums fp32, rounded once. Of NVFP4
 code * block scale is decoded, and sums are multiplied by the tensor scales. For
-te_mx.grouped_gemm of tokens that are not quantized: so for every group.
-"""
-
-from __future__ import annotations
+te_mx.grouped_gemm of tokens that are not quantized: so for every group."""
 
 from typing import Any, NamedTuple
 
@@ -113,7 +110,8 @@ def run(
 ) -> GemmParts:  # fmt: skip
     """out [n, m] = epilogue(B @ A^T), in place where there is an out, and aux and the bias gradient
     as far as they were asked for."""
-    narrow = all(_exact_dtype(side) == _BF16 for side in sides)
+    exact = (s.dtype if isinstance(s, Tensor) else s.unscaled_dtype for s in sides)
+    narrow = all(one == _BF16 for one in exact)
     dtype = _BF16 if narrow else _F32
     of_lhs, of_rhs = (None if isinstance(s, Tensor) else s.tensor_scale for s in sides)
     scaled = of_lhs is not None or of_rhs is not None
@@ -141,10 +139,6 @@ def run(
     return GemmParts(out, aux, finish(value, bias_grad, epilogue, out, aux))
 
 
-def _exact_dtype(side: Side) -> torch.dtype:
-    return side.dtype if isinstance(side, Tensor) else side.unscaled_dtype
-
-
 def _values(side: Side, dtype: torch.dtype) -> Tensor:
     if isinstance(side, Tensor):
         return side.to(dtype)
@@ -165,8 +159,7 @@ def run_grouped(
     group are 0.
 
     Where the host knows the groups, each has the bits of te_mx.gemm. Elsewhere all weights are
-    decoded at once, to bf16 where all dtypes are that.
-    """
+    decoded at once, to bf16 where all dtypes are that."""
     offs, capacity = groups
     if readable(offs):
         rows = x_RK.shape[0]

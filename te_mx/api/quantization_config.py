@@ -1,8 +1,4 @@
-"""quantization_config: what config.json says of a model whose weights are codes, in the words of
-those who read it.
-"""
-
-from __future__ import annotations
+"""quantization_config: what config.json says of a model of codes, in its readers' words."""
 
 from typing import Any
 
@@ -94,7 +90,7 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     made = chosen.make(fmt, weight_only, left)
     claim(model, [(module, chosen.ends[fmt]) for _, module in dropped], made)
     if any(isinstance(module, ExpertsModule) for _, module in dropped):
-        from te_mx.integrations.hf_quantizer import convert_scales_too
+        from te_mx.integrations.hf_conversions import convert_scales_too
 
         convert_scales_too(model, made)
     if getattr(model, "config", None) is not None and not isinstance(model.config, dict):

@@ -1,10 +1,6 @@
 """MXTensor: codes and scales of one logical tensor, rowwise, columnwise or both.
 
-Checks of what users say of codes and scales: the name of a format, parts that were not made by
-te_mx.quantize.
-"""
-
-from __future__ import annotations
+Checks of formats, codes and scales that users give."""
 
 import math
 from collections.abc import Sequence
@@ -245,14 +241,9 @@ class MXTensor:
         rows, cols = math.prod(shape[:-1]), shape[-1]
         row = check_copy("rowwise", rowwise_data, rowwise_scale, known, rows, cols, False)
         col = check_copy(
-            "columnwise",
-            columnwise_data,
-            columnwise_scale,
-            known,
-            rows,
-            cols,
+            "columnwise", columnwise_data, columnwise_scale, known, rows, cols,
             columnwise_transposed,
-        )
+        )  # fmt: skip
         some = row[0] if row[0] is not None else col[0]
         if some is None:
             raise ValueError("MXTensor needs a rowwise copy, a columnwise copy or both, got none")
@@ -340,16 +331,14 @@ class MXTensor:
     @property
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, float8 [rows, cols] or transposed, or
-        None.
-        """
+        None."""
         whole = self._col_transposed or self.format.element.bits == 8
         return self._hand_out(self._held[2], self._element if whole else torch.uint8)
 
     @property
     def columnwise_scale(self) -> Tensor | None:
         """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or float32, perhaps
-        transposed, or None.
-        """
+        transposed, or None."""
         return self._hand_out(self._held[3], self.format.scaling.torch_dtype)
 
     @property
@@ -408,10 +397,8 @@ class MXTensor:
         the format has a transform.
 
         Args:
-            dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
-                Inf.
-            usage: "rowwise" or "columnwise", the copy to read. They differ only where a code is
-                subnormal.
+            dtype: float32, bfloat16, float16 or float64. What it cannot hold becomes Inf.
+            usage: "rowwise" or "columnwise", the copy; they differ only where a code is subnormal.
 
         Raises:
             TypeError: another dtype.
@@ -433,11 +420,9 @@ class MXTensor:
         return values.reshape(self._shape)
 
     def operand(self, usage: str) -> ops.Operand | None:
-        """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
-        exist.
+        """The copy as a GEMM operand whose k runs along the blocks; None where there is none.
 
-        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
-        """
+        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows]."""
         if not is_one_of(usage, ("rowwise", "columnwise")):
             raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
         (codes, scales), rows, k, layout = self._copy(usage), self.rows, self.cols, "rows"
@@ -466,8 +451,7 @@ class MXTensor:
         is used again, with operands of spec `other`.
 
         The first use packs inside the GEMM; the second one says that the tensor stands still, so it
-        keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
-        """
+        keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones."""
         operand = self.operand(usage)
         if usage in self._standing and mode == ops.Mode():
             return self._standing_operand(usage, side, mode)
@@ -517,7 +501,7 @@ class MXTensor:
 
     # ------------------------------------------------------------------------------------- moves,
     # copies
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MXTensor:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MXTensor":
         """This tensor on another device; itself when it is there already."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"MXTensor.to moves between devices; dequantize({device}) gives values")
@@ -534,7 +518,7 @@ class MXTensor:
         whole = None if whole is None else whole.to(device, non_blocking=non_blocking)
         return _make(self._shape, self._fmt, moved, self._col_transposed, whole)
 
-    def equal(self, other: MXTensor) -> bool:
+    def equal(self, other: "MXTensor") -> bool:
         """Whether shape, format, forms and every byte are the same."""
         if not isinstance(other, MXTensor):
             raise TypeError(f"equal compares MXTensors, got {type(other).__name__}")

@@ -1,2 +1,1 @@
-"""Autograd: what is quantized, what is saved for backward, and which GEMMs run. One Function a
-module family."""
+"""Autograd: what is quantized, saved for backward and multiplied. One Function a module family."""

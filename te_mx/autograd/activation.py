@@ -1,10 +1,6 @@
-"""An activation by itself, gated or not, in one read and one write each way; backward keeps its
-input and nothing else.
+"""An activation by itself, gated or not, one read and one write each way; it keeps its input alone.
 
-Values are computed in fp32 and rounded once, to the dtype of the input.
-"""
-
-from __future__ import annotations
+Values are computed in fp32 and rounded once, to the dtype of the input."""
 
 from typing import Any
 

@@ -2,10 +2,7 @@
 parameter (Transformer Engine's fuse_wgrad_accumulation), or computed later (delay_wgrad_compute).
 
 Weight gradients that a process computes and does not own alone: what several ranks computed is
-summed and cut, and what is left for this rank goes to the parameter that the optimizer sees.
-"""
-
-from __future__ import annotations
+summed and cut, and what is left for this rank goes to the parameter that the optimizer sees."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -47,18 +44,14 @@ class GroupedWgrad(Wgrad):
 
     one(i, out, accumulate): the GEMM of weight i alone, into `out`; None where they only run
     together. into(outs, accumulate): all of them, each into a tensor of its own; False where that
-    cannot be done, and was not.
-    """
+    cannot be done, and was not."""
 
     __slots__ = ("into", "one")
 
     def __init__(
-        self,
-        run: Run,
-        reads: Reads,
-        one: Callable[[int, Tensor, bool], object] | None = None,
+        self, run: Run, reads: Reads, one: Callable[[int, Tensor, bool], object] | None = None,
         into: Callable[[Sequence[Tensor], bool], bool] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(run, reads)
         self.one = one
         self.into = into
@@ -73,7 +66,7 @@ class Versions:
         # An inference tensor has no version; nobody can tell whether it was written to.
         self._kept = [(what, t, t._version) for what, t in reads if not t.is_inference()]
 
-    def check(self, label: Label) -> None:
+    def check(self, label: "Label") -> None:
         """
         Raises:
             RuntimeError: one of the tensors was modified in place since.
@@ -176,8 +169,7 @@ class Use(NamedTuple):
     """One backward pass that reaches the weights of a WeightGradient.
 
     task: which pass it is. wanted: of which weights it computes gradients. captured: whether
-    torch.autograd.grad waits for one of these, which must then get a tensor.
-    """
+    torch.autograd.grad waits for one of these, which must then get a tensor."""
 
     task: int
     wanted: tuple[bool, ...]
@@ -194,8 +186,7 @@ class WeightGradient:
         parameters: the weight, or the parameters that it is concatenated of along out_features.
         label: the layer's name in errors.
         fuse: add the gradient to ``main_grad`` of the parameters that train. A parameter with
-            ``overwrite_main_grad = True`` has it overwritten by its first gradient in every
-            backward pass.
+            ``overwrite_main_grad = True`` is overwritten by the first of every backward pass.
         starts: what `started` gave for the parameters in a first micro-batch.
         queue: where to leave the GEMM for later; None runs it in the backward pass. With neither
             `fuse` nor a queue the gradient would need no place of its own.
@@ -204,13 +195,9 @@ class WeightGradient:
     __slots__ = ("fuse", "label", "made_in", "parameters", "queue", "starts")
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        label: Label,
-        fuse: bool,
-        starts: Sequence[Start | None],
-        queue: Queue | None,
-    ) -> None:
+        self, parameters: Sequence[Tensor], label: Label, fuse: bool,
+        starts: Sequence[Start | None], queue: Queue | None,
+    ) -> None:  # fmt: skip
         if not knows_passes:
             raise NotImplementedError(
                 f"{label}: fuse_wgrad_accumulation and delay_wgrad_compute must know what a "
@@ -388,8 +375,7 @@ class WeightGradient:
 
         As in Transformer Engine, only parameters that have ``grad_added_to_main_grad`` get one, and
         all of one shape share its memory; its values mean nothing, they are zero where the
-        parameter has ``zero_out_wgrad``.
-        """
+        parameter has ``zero_out_wgrad``."""
         marked = [
             p for p in self.parameters if p.requires_grad and hasattr(p, "grad_added_to_main_grad")
         ]

@@ -27,10 +27,7 @@ A grouped layer of no groups: what a rank runs that has none of the experts.
 The steps of grouped linear layers that read the recipe: in which forms tokens and weights are
 quantized, and weights that stand still.
 
-Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast.
-"""
-
-from __future__ import annotations
+Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,9 +77,8 @@ from te_mx.recipes.settings import Settings
 
 
 class NoGroups(torch.autograd.Function):
-    """Zeros [..., N] of x [..., K], a weight [0, N, K] and a bias [0, N] or None. All of them get
-    the gradients of their shapes, so that whoever looks at gradients finds the same ones on all
-    ranks."""
+    """Zeros [..., N] of x [..., K], a weight [0, N, K] and a bias [0, N] or None. All get gradients
+    of their shapes, so that all ranks have the same ones."""
 
     @staticmethod
     def forward(
@@ -103,7 +99,7 @@ class NoGroups(torch.autograd.Function):
         if ctx.grad_target is not None and ctx.needs_input_grad[1]:
             shape, dtype = ctx.like[1]
 
-            def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+            def run(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
                 return grad.new_zeros(shape, dtype=dtype) if out is None else out
 
             made[1] = ctx.grad_target.take(Wgrad(run, ()), dtype)
@@ -131,7 +127,7 @@ class GroupLayouts(NamedTuple):
     one_copy: bool  # dgrad starts from the rowwise codes of the weights
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupLayouts:
+    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> "GroupLayouts":
         """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
         check_rows_of_tokens(settings)
         device = x.device
@@ -187,8 +183,7 @@ def grouped_plain(
     every group, or one tensor [G, N, K]. No bias: [].
 
     A loop over the groups where the host knows them. Elsewhere F.grouped_mm in bf16, or every
-    group on all rows: slower, but nothing waits for the device.
-    """
+    group on all rows: slower, but nothing waits for the device."""
     offs, capacity = groups
     each = list(biases) if biases else [None] * len(weights)
     if not readable(offs):
@@ -283,7 +278,7 @@ class _Layer(NamedTuple):
     @classmethod
     def of(
         cls, x: Tensor, call: GroupedCall, parts: Sequence[Tensor], needs: Sequence[bool], dx: bool
-    ) -> _Layer:
+    ) -> "_Layer":
         count = len(parts) // 2 if call.has_bias else len(parts)
         form = GroupLayouts.of(x, parts[0] if parts[0].dim() == 2 else parts[0][0], call.settings)
         need = _Need(dx, tuple(needs[:count]), tuple(needs[count:]))
@@ -295,7 +290,7 @@ class _Layer(NamedTuple):
 
     def forward(
         self, x: Quantized, parts: Sequence[Tensor], groups: Groups, itself: Tensor | None = None
-    ) -> tuple[Tensor, _Layer, list[Tensor | None]]:
+    ) -> "tuple[Tensor, _Layer, list[Tensor | None]]":
         """(y, what backward is told, the tensors that it keeps: of the input, unless its columns
         are made again, then of the weights). itself: the input, if that is kept."""
         weights, bias = split_parts(parts, self.call.has_bias)
@@ -480,13 +475,9 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
 
 def wgrad_of(
-    x_kept: SavedOperand,
-    g_col: Operand,
-    groups: Groups,
-    call: GroupedCall,
-    form: GroupLayouts,
+    x_kept: SavedOperand, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupLayouts,
     stacked: bool,
-) -> GroupedWgrad:
+) -> GroupedWgrad:  # fmt: skip
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
     mode, tag = mode_of(call.settings, backward=True), tag_of(call.tag, WGRAD)
     made: list[Operand] = []
@@ -506,7 +497,7 @@ def wgrad_of(
         assert q.col is not None
         return q.col
 
-    def together(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+    def together(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
         x_col = columns()
         shape = (len(groups.offs), g_col.rows, x_col.rows)
         dw = gemm_k(
@@ -515,7 +506,7 @@ def wgrad_of(
         )  # fmt: skip
         return dw if stacked else dw.flatten(0, 1)
 
-    def into(outs: Sequence[Tensor], accumulate: bool) -> bool:
+    def into(outs: "Sequence[Tensor]", accumulate: bool) -> bool:
         return gemm_k_into(g_col, columns(), groups, outs, accumulate, tag=tag, mode=mode)
 
     # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
@@ -538,8 +529,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
     """x [..., K] -> [..., N], differentiable; rows are those of x flattened.
 
     parts: the weights [N, K] of all groups and then the biases [N], or one stacked weight [G, N, K]
-    and one bias [G, N]; offs: end offsets of the groups.
-    """
+    and one bias [G, N]; offs: end offsets of the groups."""
     settings = call.settings
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if not by_steps(settings):

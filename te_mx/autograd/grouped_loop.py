@@ -2,10 +2,7 @@
 quantized operands, and in high precision where weight gradients have a place of their own.
 
 Shapes and parts as in autograd/grouped.py, steps of one group as in autograd/linear_recipe.py. The
-weight gradients of all groups are one function of where they go, as of the grouped function.
-"""
-
-from __future__ import annotations
+weight gradients of all groups are one function of where they go, as of the grouped function."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -211,7 +208,7 @@ def _rounded(g_RN: Tensor, call: GroupedCall) -> Callable[[int, int], Operand] |
 def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
     """The weight gradients of all groups: [G, N, K], or [G * N, K] for separate weights."""
 
-    def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+    def run(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
         if out is None:
             made = torch.stack([each(None, dtype, False) for each in wgrads])
             return made if stacked else made.flatten(0, 1)

@@ -1,10 +1,7 @@
 """Linear layers in high precision: the gradients of a plain layer, and the plain layer itself where
 its weight gradient has a place of its own to go.
 
-Shapes as in autograd/linear.py: x [M, K], w [N, K], g [M, N].
-"""
-
-from __future__ import annotations
+Shapes as in autograd/linear.py: x [M, K], w [N, K], g [M, N]."""
 
 from functools import partial
 from typing import Any
@@ -31,8 +28,7 @@ def wgrad(
 ) -> Tensor:
     """dw [N, K] = g^T @ x on operands in the dtype of g; into `out` where there is one.
 
-    A result of a wider dtype than the operands gets the fp32 sums, not sums that were rounded.
-    """
+    A result of a wider dtype than the operands gets the fp32 sums, not sums that were rounded."""
     left, right = g_MN.t(), x_MK.to(g_MN.dtype)
     wanted = dtype if out is None else out.dtype
     if wanted == _F32 != left.dtype and out is not None:

@@ -11,10 +11,7 @@ its region ends.
 
 Operands are used on the stream that they were made on, and inside the CUDA graph capture that they
 were made in. Compiled code needs nothing of this: there layers ask for the same op on the same
-tensor, which is one op after common subexpressions are eliminated.
-"""
-
-from __future__ import annotations
+tensor, which is one op after common subexpressions are eliminated."""
 
 import threading
 import weakref
@@ -192,7 +189,7 @@ def _from_view(x: Tensor) -> Entry | None:
     return None
 
 
-def siblings_of(x: Tensor, node: Any) -> Siblings | None:
+def siblings_of(x: Tensor, node: Any) -> "Siblings | None":
     """The layers whose gradients of x add up with this one's; None where no siblings are known."""
     if not _here.entries or torch.compiler.is_compiling():
         return None

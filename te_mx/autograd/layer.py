@@ -29,10 +29,7 @@ Codes of a block that backward can make again to the byte are not saved either: 
 and those of an x that a normalization just made, of what it was made of.
 
 Where the device has a kernel for it the layer is one native call each way: the kernels of the steps
-on the same bytes in the same order, of which only the host sees less.
-"""
-
-from __future__ import annotations
+on the same bytes in the same order, of which only the host sees less."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -164,14 +161,10 @@ def activated(
 
 
 def through_activation(
-    call: Call,
-    gradient: linear_recipe.Gradient,
-    kept_w2: SavedOperand,
-    h: Tensor,
+    call: Call, gradient: linear_recipe.Gradient, kept_w2: SavedOperand, h: Tensor,
     need: tuple[bool, bool, bool],
-) -> tuple[linear_recipe.Gradient, Tensor]:
-    """dh, quantized for the GEMMs of fc1 as `need` (dz, dw1, db1) says, and its sums over the
-    tokens."""
+) -> tuple[linear_recipe.Gradient, Tensor]:  # fmt: skip
+    """dh, quantized for fc1 as `need` (dz, dw1, db1) says, and its sums over the tokens."""
     step, act, settings, _, tags, *_ = call
     assert act is not None
     target, itself = linear_recipe.plan_gradient(h.device, settings, *need)
@@ -242,8 +235,7 @@ _NOT_AGAIN = _Again()
 
 # ------------------------------------------------------------------------------------ step by step
 class LayerFunction(torch.autograd.Function):
-    """y, or (y, z); gradients have the dtypes of what they belong to. first: weight and bias of
-    every part of w1."""
+    """y, or (y, z). first: weight and bias of every part of w1."""
 
     @staticmethod
     def forward(
@@ -656,8 +648,7 @@ def _of_norm(
 def linear_in_one_call(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, weights: Weights, call: Call
 ) -> Tensor | None:
-    """y [..., N] of a linear layer, differentiable; None where its steps run one by one. Something
-    needs a gradient."""
+    """y [..., N] of a linear layer, differentiable; None where its steps run one by one."""
     parameters = Parameters(None, None, weight_NK, bias_N)
     one = _plan(x, parameters, weights, call)
     if one is None:
@@ -670,8 +661,7 @@ def run_layer(
     x: Tensor, parameters: Parameters, weights: Weights, call: Call,
     facts: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y [..., N] or [..., H], z [..., K] or None) of x [..., K] in MXFP8, differentiable. facts:
-    as of `_plan`."""
+    """(y [..., N] or [..., H], z [..., K] or None) of x [..., K] in MXFP8, differentiable."""
     made = None
     if torch.is_grad_enabled():
         one = _plan(x, parameters, weights, call, facts)
@@ -726,8 +716,7 @@ def _activated_apart(
     x: Tensor, parts: Sequence[Tensor], biases: Sequence[Tensor | None], plan: linear_recipe.Input,
     call: Call,
 ) -> Quantized:  # fmt: skip
-    """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
-    make."""
+    """a, quantized, of few tokens: what weights make is joined, not the weights."""
     settings, dtype, act = call.settings, call.step.dtype, call.act
     assert act is not None and call.block is not None
     q, made = linear_recipe.quantized_input(x, plan), []

@@ -13,10 +13,7 @@ columns of the output gradient that the first one leaves. Of a weight of which o
 codes are left, the values of the codes stand for the weight.
 
 A parameter of which this rank has a part is given as such (`Lent`): the function reads what is
-here, and makes of the gradient of that one of the parameter.
-"""
-
-from __future__ import annotations
+here, and makes of the gradient of that one of the parameter."""
 
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -75,7 +72,7 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 _known = derived()
 
 
-def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> LinearPlan | None:
+def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call") -> LinearPlan | None:
     """The plan that runs a call each way, or None; found at once where it ran one like it."""
     settings, out_dtype, _, ready, save_x, _, tokens, lent = call
     need_dx, need_dw = x.requires_grad, weight_NK.requires_grad
@@ -101,7 +98,9 @@ def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> 
     key = (
         "one call", id(settings), out_dtype, columns, need_dx, w_kept, specs, x.shape, x.dtype,
         x.device, type(x), weight_NK.shape, weight_NK.dtype, weight_NK.device, type(weight_NK),
-        None if bias_N is None else _facts(bias_N),
+        None if (b := bias_N) is None else (
+            b.dtype, b.device, type(b), b.requires_grad, b.is_neg()
+        ),
     )  # fmt: skip
     found = _known.get(key)
     if found is None:
@@ -119,13 +118,6 @@ def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> 
         found = derive(key, (plan, settings))
     plan = found[0]
     return plan
-
-
-def _facts(bias_N: Tensor) -> tuple[Any, ...]:
-    """What of a bias decides on a plan."""
-    return (
-        bias_N.dtype, bias_N.device, type(bias_N), bias_N.requires_grad, bias_N.is_neg(),
-    )  # fmt: skip
 
 
 def plan_for(problem: LinearProblem, device: torch.device, ready: Any = None) -> LinearPlan | None:
@@ -151,7 +143,7 @@ class OneCallLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call,
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call",
         plan: LinearPlan,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         settings, _, tag, ready, save_x, grad_target, _, lent = call
@@ -249,8 +241,7 @@ def _fused_backward(
 def _backward_into(
     ctx: Any, plan: LinearPlan, grad: Tensor, x_col: Part | None, w: Any, before: Tensor | None
 ) -> Gradients | None:
-    """`LinearPlan.backward` with the weight gradient where its grad_target says; None where
-    the steps have to run."""
+    """`LinearPlan.backward`, dw where its grad_target says; None where the steps have to run."""
     call, direct, into = ctx.call, None, None
     grad_target, tag = call.grad_target, call.tag
     node = ctx.next_functions[1][0] if call.lent is None else None  # of the weight in the graph
@@ -322,8 +313,7 @@ class Call(NamedTuple):
     columnwise codes, with the same result. `grad_target` says where the weight gradient goes. With
     `tokens` x is what one rank has of the input, with `lent` a parameter of several of them is the
     weight. With a `tag` the kernels that run are recorded in LAST_RUN of runtime/kernel_log.py at
-    tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
-    """
+    tag, tag + 1 and tag + 2: fprop, dgrad and wgrad."""
 
     settings: Settings
     out_dtype: torch.dtype
@@ -355,11 +345,8 @@ class LinearFunction(torch.autograd.Function):
         x_kept = plan.kept(q, x, need_dw)
         w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
         ctx.settings, ctx.tag, ctx.tokens, ctx.grad_targets = (
-            settings,
-            call.tag,
-            tokens,
-            (call.grad_target,),
-        )
+            settings, call.tag, tokens, (call.grad_target,),
+        )  # fmt: skip
         ctx.x_shape = sequence_parallel.shape_of_all(x, tokens)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype

@@ -26,8 +26,6 @@ The steps of a weight that stands still: quantized once for several calls.
 A weight that compiled code looks for when it runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -264,7 +262,7 @@ def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Targ
 
 
 def weight_operands(
-    kept: QuantizedWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+    kept: "QuantizedWeight | None", weight_NK: Tensor | None, settings: Settings, need_dx: bool
 ) -> tuple[Operand, Operand | None]:
     """The operands of a weight for fprop and, where forward makes it, dgrad: kept ones, or made now
     in one read. A weight that is kept without its master is None."""
@@ -278,7 +276,7 @@ def weight_operands(
 
 
 def input_and_weight(
-    x: Tensor, plan: Input, kept: QuantizedWeight | None, weight_NK: Tensor, settings: Settings,
+    x: Tensor, plan: Input, kept: "QuantizedWeight | None", weight_NK: Tensor, settings: Settings,
     need_dx: bool,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x [..., K] and the weight quantized, at the same time where a kernel can."""
@@ -312,8 +310,7 @@ def kept_for_dgrad(
 
 
 def serving(held: Weight, settings: Settings) -> Weight:
-    """A weight that lies once, as fprop with these settings reads it: as it is, unless only by
-    rows."""
+    """A weight that lies once, as fprop with these settings reads it."""
     layout, device = held.layout, held.codes.device
     if layout is ROWS:
         return held
@@ -375,8 +372,7 @@ class Gradient(NamedTuple):
 def plan_gradient(
     device: torch.device, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Target, bool]:
-    """What to quantize an output gradient to, and whether it is needed itself too. A stochastic
-    rule draws its seed here."""
+    """What to quantize an output gradient to, and whether it is needed itself too."""
     form, rule = roles(device, settings).g, settings.gradient_rule
     rows = need_dx and settings.backward is None
     columns = need_dw and settings.backward is None and not settings.wgrad_hp
@@ -430,14 +426,9 @@ def dgrad(
         None, gelu, gelu_in, "result" if bias_grad else None, accumulate=add_to is not None
     )
     return gemm_2d(
-        g_row,
-        w,
-        epilogue,
-        out=add_to,
-        out_dtype=dtype,
-        tag=tag,
+        g_row, w, epilogue, out=add_to, out_dtype=dtype, tag=tag,
         mode=mode_of(settings, backward=True),
-    )
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- wgrad
@@ -448,14 +439,14 @@ def wgrad(gradient: Gradient, kept: SavedOperand, settings: Settings, tag: int) 
     if g_col is None:
         assert g_MN is not None
 
-        def in_high_precision(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        def in_high_precision(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
             record(tag)
             x_MK = flatten(kept.values(g_MN.dtype))
             return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
 
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
-    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+    def gemm(out: "Tensor | None", dtype: torch.dtype, accumulate: bool) -> Tensor:
         x_col = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
@@ -479,8 +470,7 @@ _WIDE = "mxfp8_e4m3"
 
 
 def weight_layouts(device: torch.device, settings: Settings) -> OperandLayouts:
-    """Specs of the weights of groups; those whose bytes are kept are packed when they are
-    multiplied."""
+    """Specs of the weights of groups; kept bytes are packed when they are multiplied."""
     form = roles(device, settings).w
     if form.col == plain_spec(settings.w_columns):  # plain columns of all lie as the weights do
         form = form._replace(col=f"{settings.w_columns}@cols")
@@ -502,7 +492,7 @@ class QuantizedWeight(NamedTuple):
     made: Made = Made(0, None)
     own: bool = False  # row lies for a kernel of any number of rows: others read it by rows
 
-    def on_current_stream(self) -> QuantizedWeight:
+    def on_current_stream(self) -> "QuantizedWeight":
         """This weight, once the current stream has waited for it."""
         made, device = self.made, self.row.codes.device
         if made.event is not None and made.stream != current(device):
@@ -576,8 +566,7 @@ def on_codes(settings: Settings) -> Settings:
     itself it gets the values of the codes, as in "dequantized". Columns of codes with fewer than 8
     bits are MXFP8, which holds the values of neighbouring rows as they are unless their scales lie
     more than 2^9 apart, while the codes' own format would round them once more. No other format
-    holds those of NVFP4: dgrad runs on the values, as in "dequantized".
-    """
+    holds those of NVFP4: dgrad runs on the values, as in "dequantized"."""
     w = formats.get(settings.w)
     keeps_values = settings.backward == "high_precision" or w.tensor_scaled
     backward, w_col = "dequantized" if keeps_values else settings.backward, settings.w_col
@@ -589,9 +578,8 @@ def on_codes(settings: Settings) -> Settings:
 def kept_weight(
     weight_NK: Tensor, settings: Settings, need_dx: bool, for_steps: bool = False
 ) -> QuantizedWeight:
-    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept, or
-    have fewer bits than packed ones. for_steps: of one training step, whose layers read packed ones
-    without work."""
+    """Quantize a weight that stands still, packed unless plain codes are kept or are smaller.
+    for_steps: of one training step, whose layers read packed ones without work."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         device = weight_NK.device

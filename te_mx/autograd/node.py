@@ -9,10 +9,7 @@ The gradients of torch.func (grad, grad_and_value, vjp) through MXFP8 code, whic
 that autograd does not see: one level of them.
 
 Below the level, on plain tensors, the code runs under ordinary autograd, and its graph is kept. So
-every function of te_mx has such gradients, with the bits of ``backward()``.
-"""
-
-from __future__ import annotations
+every function of te_mx has such gradients, with the bits of ``backward()``."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,8 +31,7 @@ FUNCTION = "call it outside of the transform, on plain tensors"
 
 @compiled.constant
 def transforming() -> bool:
-    """Whether a transform is active. Compiled code never runs under other transforms than it was
-    traced under."""
+    """Whether a transform is active. Compiled code runs under those of its trace."""
     return transform() is not None
 
 
@@ -62,8 +58,7 @@ def active() -> bool:
 
 
 def one_gradient() -> bool:
-    """Whether one level of grad, grad_and_value or vjp is active, and nothing else. Not in code
-    that Dynamo traces."""
+    """Whether one level of grad, grad_and_value or vjp is active alone. Not for traced code."""
     if torch.compiler.is_dynamo_compiling() or dual_level():
         return False
     top = transform()
@@ -90,8 +85,7 @@ def refuse(
     """Raise NotImplementedError where one of `tensors` carries what `owner` would drop. Called when
     something is `active`.
 
-    grad: whether gradients that a transform wants count; None where autograd is enabled.
-    """
+    grad: whether gradients that a transform wants count; None where autograd is enabled."""
     if torch.compiler.is_dynamo_compiling():  # the tensors cannot be looked at
         carried: str | None = "tensors inside forward-mode AD or a transform of torch.func"
     else:
@@ -144,8 +138,7 @@ def _carried_by(tensor: Tensor, grad: bool) -> str | None:
 
 
 def _is_batched_by_autograd(tensor: Tensor) -> bool:
-    """Whether is_grads_batched=True made it, which shows nothing of itself but that it has no
-    memory."""
+    """Whether is_grads_batched=True made it: it shows only in having no memory."""
     try:
         tensor.untyped_storage()
     except NotImplementedError:
@@ -283,13 +276,11 @@ def _refuse_split_backward(node_class: Any) -> None:
 
 
 def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
-    """What forward of an autograd function returns: `made`, and the link. Keeps `saved` for
-    backward.
+    """What forward of a function returns: `made`, and the link. Keeps `saved` for backward.
 
     The link is an empty tensor that nobody but backward sees: its grad_fn is the node itself. From
     gradients that depend on it, a path leads to all that the node is a function of, see
-    `run_backward`. Compiled code refuses second derivatives itself.
-    """
+    `run_backward`. Compiled code refuses second derivatives itself."""
     if torch.compiler.is_compiling():
         ctx.linked = False
         ctx.save_for_backward(*saved)
@@ -332,8 +323,7 @@ def run_backward(
 
     Under create_graph=True the gradients that it returns are right, but theirs must not be silently
     zero: they come from a node that raises and has an edge to each output gradient and, through the
-    link, to each input. Whatever way a second derivative takes, it meets an error.
-    """
+    link, to each input. Whatever way a second derivative takes, it meets an error."""
     saved, link = ctx.saved_tensors, None
     if getattr(ctx, "linked", True):
         saved, link, grads = saved[:-1], saved[-1], grads[:-1]

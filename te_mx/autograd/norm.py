@@ -4,11 +4,7 @@ that makes it, for the layers that read z next.
 z is computed in fp32 and rounded once to the dtype of x. Saved for backward: x, which the residual
 stream of a transformer keeps anyway, the weight, and mean and rstd in fp32, 8 bytes a row.
 
-The normalization in front of a linear step, shared by the functions of LayerNormLinear and
-LayerNormMLP.
-"""
-
-from __future__ import annotations
+The normalization in front of a linear step, shared by LayerNormLinear and LayerNormMLP."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,13 +36,9 @@ class NormStep(NamedTuple):
     dtype: torch.dtype
 
     def forward(
-        self,
-        x_MK: Tensor,
-        weight_K: Tensor | None,
-        bias_K: Tensor | None,
-        want_z: bool,
+        self, x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, want_z: bool,
         target: Target,
-    ) -> NormParts:
+    ) -> NormParts:  # fmt: skip
         if self.norm is None or weight_K is None:
             z = x_MK.to(self.dtype) if want_z else None
             return NormParts(None, None, z, quantized(x_MK, target))
@@ -68,8 +60,7 @@ class NormStep(NamedTuple):
         """The gradients of x, weight and bias as far as they are needed, in their dtypes.
 
         dz is that of z as the linear step sees it, g_z that of z as it was returned; x has the
-        shape and dtype `like`.
-        """
+        shape and dtype `like`."""
         dz_MK = dz_MK if g_z is None else dz_MK + flatten(g_z)
         x, weight_K, mean_M, rstd_M = saved
         if x is None or weight_K is None or rstd_M is None:

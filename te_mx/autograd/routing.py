@@ -2,10 +2,7 @@
 experts see the pairs in the order of their experts, one row each.
 
 Everything is a function of the experts' numbers as a tensor: nothing waits for a device, and shapes
-depend on T, k and the number of experts alone.
-"""
-
-from __future__ import annotations
+depend on T, k and the number of experts alone."""
 
 from typing import Any, NamedTuple
 
@@ -31,8 +28,7 @@ class Route(NamedTuple):
 def route(index_TK: Tensor, experts: int) -> Route:
     """The route of int expert numbers [T, k]; those outside of 0 .. experts - 1 are no expert's.
 
-    The sort is stable, so the rows of an expert are in the order of their tokens.
-    """
+    The sort is stable, so the rows of an expert are in the order of their tokens."""
     numbers = index_TK.reshape(-1)
     outside = (numbers < 0) | (numbers >= experts)
     sorted_R, order = torch.sort(torch.where(outside, experts, numbers), stable=True)

@@ -2,10 +2,7 @@
 
 Leading dimensions: steps know matrices only.
 
-What is known of sizes in code that is traced for more than one.
-"""
-
-from __future__ import annotations
+What is known of sizes in code that is traced for more than one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -58,7 +55,7 @@ class SavedOperand(NamedTuple):
     k: int = 0
 
     @classmethod
-    def operand(cls, operand: Operand) -> SavedOperand:
+    def operand(cls, operand: Operand) -> "SavedOperand":
         """An operand."""
         if operand.packed is not None and operand.tensor_scale is not None:
             operand = plain(operand)
@@ -66,7 +63,7 @@ class SavedOperand(NamedTuple):
         return cls((codes, scales, packed if whole is None else whole), spec, rows, k)
 
     @classmethod
-    def itself(cls, tensor: Tensor | None) -> SavedOperand:
+    def itself(cls, tensor: Tensor | None) -> "SavedOperand":
         """The tensor itself."""
         return cls((tensor, None, None))
 
@@ -83,11 +80,11 @@ class SavedOperand(NamedTuple):
         return kept
 
     @property
-    def beside(self) -> SavedOperand:
+    def beside(self) -> "SavedOperand":
         """This without tensors, which autograd keeps; `with_tensors` gives it back."""
         return SavedOperand(NOTHING.tensors, self.spec, self.rows, self.k)
 
-    def with_tensors(self, tensors: Tensors) -> SavedOperand:
+    def with_tensors(self, tensors: Tensors) -> "SavedOperand":
         """This with the tensors that autograd gave back."""
         return SavedOperand(tuple(tensors), self.spec, self.rows, self.k)  # type: ignore[arg-type]
 

@@ -7,10 +7,7 @@
     backward   columnwise codes of all ranks for wgrad; dx summed over the ranks, this rank's tokens
 
 Blocks of rows lie in one token. Those of columns run along the tokens: where a rank's are no whole
-blocks, x itself is kept and gathered for wgrad. So every code is that of the whole input.
-"""
-
-from __future__ import annotations
+blocks, x itself is kept and gathered for wgrad. So every code is that of the whole input."""
 
 from typing import Protocol
 

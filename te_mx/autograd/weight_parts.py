@@ -1,13 +1,9 @@
 """Weights that are several parameters, one behind the other: gate and up of an MLP block, q, k
 and v of an attention; each part may be there as codes alone.
 
-Kernels read the parts where they lie. Joined weights are never saved: backward reads the parameters
-again.
+Kernels read the parts where they lie. Joined weights are never saved: backward joins again.
 
-torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes.
-"""
-
-from __future__ import annotations
+torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -117,19 +113,15 @@ def kept_of(
     return (kept, ()) if kept.spec or not need or len(parts) == 1 else (SavedOperand(), parts)
 
 
-def _starts_from_values(row: Operand, settings: Settings) -> bool:
-    """Whether dgrad quantizes what the plain rowwise codes of a weight decode to."""
-    is_turned = row.format.is_square and row.format.name == settings.w_columns
-    return settings.one_copy and settings.backward is None and not is_turned
-
-
 def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> SavedOperand:
     """A joined weight, of its parts; of codes their values, where dgrad starts from those."""
     if codes:
         pairs = zip(codes, own[::2], own[1::2], strict=False)
         parts = [kept.row._replace(codes=one, scales=scales) for kept, one, scales in pairs]
-        if _starts_from_values(parts[0], settings):
-            return SavedOperand.itself(dequantize_joined_2d(parts, parts[0].format.exact_dtype))
+        fmt = parts[0].format
+        is_turned = fmt.is_square and fmt.name == settings.w_columns
+        if settings.one_copy and settings.backward is None and not is_turned:
+            return SavedOperand.itself(dequantize_joined_2d(parts, fmt.exact_dtype))
         return SavedOperand.operand(_joined_codes(parts, settings).row)
     if linear_recipe.needs_columns(settings, True):
         form = linear_recipe.roles(own[0].device, settings).w
@@ -138,8 +130,7 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> SavedOpe
         ).col
         assert made is not None
         return SavedOperand.operand(made)
-    # torch.compile would take this join for forward's, if it were one of the same dimension, and
-    # keep that.
+    # torch.compile would take a join of the same dimension for forward's, and keep that.
     return SavedOperand.itself(cat(own, -2))
 
 

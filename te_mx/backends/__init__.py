@@ -1,6 +1,5 @@
 """Backends: a folder a device, a file a kernel or two. Importing this package registers them all,
-in every process, whatever the machine: whether a kernel runs is what its envelope says.
-"""
+in every process, whatever the machine: whether a kernel runs is what its envelope says."""
 
 from importlib import import_module
 

@@ -1,10 +1,7 @@
 """Words of native code that every backend shares: element formats, orders, scale rules, dtypes.
 
 Codes and scales are uint8 there; only MXTensor shows them as float8 dtypes. So torch.compile and
-older torch releases never meet a float8 kernel.
-"""
-
-from __future__ import annotations
+older torch releases never meet a float8 kernel."""
 
 import os
 from typing import Any, NoReturn, TypeVar
@@ -24,8 +21,7 @@ _V = TypeVar("_V")
 def why_forced() -> str | None:
     """Why nothing native runs, where TE_MX_BACKEND names another backend.
 
-    Raises ValueError for a name that no backend has.
-    """
+    Raises ValueError for a name that no backend has."""
     if forced not in ("", "triton", "vendor"):
         raise ValueError(f'TE_MX_BACKEND must be "triton" or "vendor" or not set, got {forced!r}')
     return f"TE_MX_BACKEND={forced} asks for another backend" if forced else None
@@ -67,13 +63,8 @@ SCALE_RULES = Words(
 TENSOR_SCALES = {"all": 0, "rows": 1, "groups": 2}  # for what each of an operand is
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {
-    "k_last": 0,
-    "k_first": 1,
-    "sm90": 2,
-    "sm90_rows": 3,
-    "sm90_k": 4,
-    "sm90_nvfp4": 7,
-}
+    "k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4, "sm90_nvfp4": 7,
+}  # fmt: skip
 ALIGNED = {"sm90": 5, "sm90_k": 6}  # of columns in blocks of 1 x 128, as tiles of MX
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}

@@ -1,7 +1,4 @@
-"""What the tables of measured choices call a device: a CPU by its instruction-set level, a GPU by
-its name."""
-
-from __future__ import annotations
+"""What the tables of measured choices call a device: a CPU by its level, a GPU by its name."""
 
 import re
 from functools import lru_cache
@@ -10,10 +7,6 @@ import torch
 
 from te_mx.dispatch.problem import Place, level_name
 from te_mx.dispatch.tuned.tables import register_device_names
-
-
-def _cpu(place: Place) -> str:
-    return "" if place.level < 0 else f"cpu_{level_name(place)}"
 
 
 def _gpu(place: Place) -> str:
@@ -38,5 +31,5 @@ def short_name(name: str) -> str:
     return "_".join(word for word in words if word != "nvidia")
 
 
-register_device_names("cpu", _cpu)
+register_device_names("cpu", lambda p: "" if p.level < 0 else f"cpu_{level_name(p)}")
 register_device_names("cuda", _gpu)

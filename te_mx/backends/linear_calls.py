@@ -2,10 +2,7 @@
 they read in one buffer. What the native modules of CPUs and of Hopper share.
 
 The host is what small layers wait for: on Hopper an allocation costs it 3 to 6 us, and this way
-takes eight for a forward and backward where one step after the other takes seventeen.
-"""
-
-from __future__ import annotations
+takes eight for a forward and backward where one step after the other takes seventeen."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -89,14 +86,6 @@ class Rooms(NamedTuple):
     g_kept: Place
 
 
-def rooms(native: Any, shape: Shape, form: LinearFormats) -> Rooms:
-    """Where things lie, from the native code alone."""
-    at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
-    return Rooms(
-        at["forward_bytes"], at["backward_bytes"], *(at[name] for name in Rooms._fields[2:])
-    )
-
-
 class Specs(NamedTuple):
     """Of the operands of x, and of both of w."""
 
@@ -117,7 +106,10 @@ class Calls(LinearPlan):
         self, native: Any, shape: Shape, form: LinearFormats, specs: Specs, dtypes: Dtypes,
         x_shape: torch.Size, need_db: bool = False,
     ) -> None:  # fmt: skip
-        (m, n, k, *_), room = shape, rooms(native, shape, form)
+        m, n, k, *_ = shape
+        at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
+        rest = (at[name] for name in Rooms._fields[2:])
+        room = Rooms(at["forward_bytes"], at["backward_bytes"], *rest)
         self.native, self.shape, self.room = native, shape, room
         self.row, self.col, self.w_row, self.w_col = specs
         self.dtypes, self.x_shape, self.y_shape = dtypes, x_shape, (*x_shape[:-1], n)
@@ -141,8 +133,7 @@ class Calls(LinearPlan):
 
     def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
         """Run a native call with a workspace of so many bytes: the numbers of the kernels in
-        `names`, 8 bits each, or -1 for what native code does not take. Raises where a kernel does
-        not start."""
+        `names`, 8 bits each, or -1 for what native code does not take. Raises if none starts."""
         raise NotImplementedError
 
     def forward(

@@ -1,7 +1,5 @@
 """What native code knows of formats, layouts and rules, and what its records say of a spec."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -30,14 +28,9 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 
 _ORDERS = {
-    "rows": "k_last",
-    "cols": "k_first",
-    "grouped_cols": "k_first",
-    "sm90_factors": "sm90",
-    "sm90_factors_rows": "sm90_rows",
-    "sm90_factors_k": "sm90_k",
-    "sm90_frozen": "sm90",
-}
+    "rows": "k_last", "cols": "k_first", "grouped_cols": "k_first", "sm90_factors": "sm90",
+    "sm90_factors_rows": "sm90_rows", "sm90_factors_k": "sm90_k", "sm90_frozen": "sm90",
+}  # fmt: skip
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
 WRITERS = formats_of.get("nvfp4").scaling.rules
@@ -99,12 +92,6 @@ def is_aligned(spec: str) -> bool:
     """Whether blocks of 1 x 128 lie as aligned tiles, which are multiplied as those of MX."""
     fmt, layout = spec_of(spec)
     return fmt.scaling.scale == "fp32" and layout.scale_dtype is torch.int32
-
-
-def transform_of(spec: str) -> tuple[int, int]:
-    """Size and signs of the Hadamard transform of a spec's format; zeros without one."""
-    transform = spec_of(spec).format.transform
-    return (0, 0) if transform is None else (transform.size, transform.signs)
 
 
 @lru_cache(maxsize=1024)
@@ -170,7 +157,8 @@ def fields_to(row: str, col: str, rule: str) -> dict[str, Any]:
         if spec:
             order, layout = words_of(spec)[1], spec_of(spec).layout
             fields[f"{side}_layout"] = ALIGNED[order] if is_aligned(spec) else LAYOUTS[order]
-            fields[f"{side}_hadamard"], fields[f"{side}_signs"] = transform_of(spec)
+            if (turn := spec_of(spec).format.transform) is not None:
+                fields[f"{side}_hadamard"], fields[f"{side}_signs"] = turn.size, turn.signs
             if words_of(spec)[0] == "nvfp4_rows":
                 fields[f"{side}_tensor_scales"] = TENSOR_SCALES["rows"]
             if hasattr(layout, "spread"):

@@ -1,11 +1,7 @@
-"""The ways to run a frozen layer: whatever it asks the registry for, every kernel that takes it, in
-every configuration.
+"""The ways to run a frozen layer: every kernel that takes what it asks for, in every configuration.
 
 A layer may ask for several ops: first one that does it all in a call, if there is such a kernel,
-else the ops of its steps. The tables' word for the second is "steps".
-"""
-
-from __future__ import annotations
+else the ops of its steps. The tables' word for the second is "steps"."""
 
 import gc
 import json
@@ -54,7 +50,7 @@ class Layers:
     """Frozen layers of one size, as many as no cache holds: with their parameters (kept), and with
     codes alone (plain)."""
 
-    def __init__(self, shape: Shape, recipe: BlockScaling, device: torch.device) -> None:
+    def __init__(self, shape: "Shape", recipe: BlockScaling, device: torch.device) -> None:
         n, k = shape.n, shape.k
         self.recipe, self.device = recipe, device
         generator = torch.Generator(device).manual_seed(0)
@@ -81,7 +77,7 @@ class Experts:
     """Weights of experts of one size, as many as no cache holds, and routings of tokens to them;
     calls take turns with both."""
 
-    def __init__(self, shape: Shape, recipe: BlockScaling, device: torch.device) -> None:
+    def __init__(self, shape: "Shape", recipe: BlockScaling, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         self._shape = shape
         n, k, experts, _ = shape.weights
@@ -137,7 +133,7 @@ class Weights(Protocol):
 class Contest:
     """One size, on layers as they are kept or on plain codes."""
 
-    def __init__(self, shape: Shape, layers: Weights, plain: bool = False) -> None:
+    def __init__(self, shape: "Shape", layers: Weights, plain: bool = False) -> None:
         self.shape, self.recipe = shape, layers.recipe
         self.layers = layers.plain if plain else layers.kept
         device = layers.device
@@ -148,7 +144,7 @@ class Contest:
         """The result of a layer, under the choices that hold now."""
         return self.layers[i % len(self.layers)](self.x)
 
-    def trial(self, rows: Iterable[Row]) -> Trial:
+    def trial(self, rows: Iterable[Row]) -> "Trial":
         """The layer under the choices of these rows, and no others."""
         chosen = list(rows)
 
@@ -396,10 +392,9 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 # ------------------------------------------------------------------------------------------ timing
-# Times of a few trials that do the same, on weights that no cache holds.
-# Trials take turns, in a new order every round, so that whatever else the machine does meets all
-# of them. On CUDA each is a graph of one call for each set of weights; on a CPU they are timed in
-# a row.
+# Times of a few trials that do the same, on weights that no cache holds. Trials take turns, in a
+# new order every round, so that whatever else the machine does meets all of them. On CUDA each is a
+# graph of a call for each set of weights; on a CPU they run in a row.
 class Trial(NamedTuple):
     """prepare: makes its choices those of the process. call: is given the number of the set of
     weights that it reads."""

@@ -1,8 +1,6 @@
 """Check the bytes of every format, and products, on a device against the set in
 docs/conformance.md; and what other libraries write."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import warnings

@@ -1,7 +1,5 @@
 """Say what this machine runs and why, and check it: text to paste into an issue."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os
@@ -28,11 +26,9 @@ OPTIONAL = (
 )  # fmt: skip
 # What /proc/cpuinfo calls the instructions of a level.
 _FLAGS = {
-    "avx2": ("avx2", "fma"),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    "avx512_bf16": ("avx512_bf16",),
-    "amx": ("amx_tile", "amx_bf16"),
-}
+    "avx2": ("avx2", "fma"), "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx512_bf16": ("avx512_bf16",), "amx": ("amx_tile", "amx_bf16"),
+}  # fmt: skip
 WRONG = "WRONG"
 # m, n, k, the format of the weight. The last result takes 4 MiB: on CPUs such lie in memory that is
 # used again (runtime/cpu_memory.py).

@@ -1,7 +1,5 @@
 """Say which kernel a product runs on, and why the others decline."""
 
-from __future__ import annotations
-
 import argparse
 
 import te_mx

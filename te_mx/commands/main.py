@@ -1,7 +1,5 @@
 """The command line: which command, and what a wrong use prints."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,8 +1,6 @@
 """Time every kernel and configuration that takes a product of a frozen layer or of the experts of a
 mixture, and write a table."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib
@@ -199,10 +197,10 @@ class Session:
         codes; or the default."""
         key = key_of(problem)
 
-        def rows(one: Candidate) -> list[Row]:
+        def rows(one: Candidate) -> "list[Row]":
             return [*around, one.row(key)]
 
-        def times(of: Contest, candidates: list[Candidate], rounds: int) -> dict[str, float]:
+        def times(of: Contest, candidates: "list[Candidate]", rounds: int) -> "dict[str, float]":
             trials = {one.name: of.trial(rows(one)) for one in candidates}
             return microseconds(trials, len(of.layers), self.device, rounds)
 

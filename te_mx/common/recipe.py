@@ -2,10 +2,7 @@
 
 `MXFP8BlockScaling`, `Float8BlockScaling`, `NVFP4BlockScaling` and `CustomRecipe` are te_mx's own.
 `DelayedScaling` and `Float8CurrentScaling`, FP8 with one scale a tensor, are mapped to MXFP8, which
-has a scale for 32 elements and needs no history, with a `RecipeWarning`.
-"""
-
-from __future__ import annotations
+has a scale for 32 elements and needs no history, with a `RecipeWarning`."""
 
 import dataclasses
 import warnings

@@ -1,8 +1,6 @@
 """The cases of the conformance set: what is quantized to what, how bytes become a digest, and what
 products may be off by."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -49,7 +47,7 @@ class Result(NamedTuple):
     in plain torch; None where these are the same, and so the set is not of this version."""
 
     case: str
-    wrong: dict[str, Difference | None]
+    wrong: "dict[str, Difference | None]"
 
 
 @functools.cache
@@ -226,8 +224,7 @@ class Off(NamedTuple):
 
 def products(device: torch.device) -> Iterator[Off]:
     """Every pair of formats and every layout, within |d - exact| <= 4 (k + 2) 2^-24 sum |a b| +
-    2^-150; on GPUs k 2^-9 max|a| max|b| of both rows more: sums of FP8 tensor cores may have 13
-    bits."""
+    2^-150; on GPUs k 2^-9 max|a| max|b| of both rows more: FP8 tensor cores may sum in 13 bits."""
     from te_mx.api.explain import explain
 
     for (a, b), (m, n, k) in itertools.product(_PAIRS, _SIZES):

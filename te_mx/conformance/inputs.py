@@ -1,7 +1,4 @@
-"""The inputs of the conformance set, by rule: integer arithmetic on the bits of fp32, so that they
-are the same everywhere."""
-
-from __future__ import annotations
+"""The inputs of the conformance set, by rule: integers on bits of fp32, the same everywhere."""
 
 from collections.abc import Callable
 

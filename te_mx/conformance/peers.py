@@ -1,7 +1,5 @@
 """What other libraries make of the inputs of the conformance set, where they are installed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -100,7 +98,7 @@ def _torchao(device: torch.device) -> Iterator[Way]:
     }  # fmt: skip
 
     def of_mx(fmt: str, element: Any, mode: Any) -> Call:
-        def call(x: Tensor) -> tuple[Tensor, ...]:
+        def call(x: Tensor) -> "tuple[Tensor, ...]":
             scales, codes = mx.to_mx(x, element, 32, mode)
             codes = codes.view(_BYTE)
             packed = codes if fmt[:5] != "mxfp6" else formats.get(fmt).pack(codes)
@@ -112,7 +110,7 @@ def _torchao(device: torch.device) -> Iterator[Way]:
         for rule in formats.get(fmt).scaling.rules:
             yield Way(fmt, rule, of_mx(fmt, element, mx.ScaleCalculationMode(rule)))
 
-    def nvfp4(x: Tensor) -> tuple[Tensor, ...]:
+    def nvfp4(x: Tensor) -> "tuple[Tensor, ...]":
         whole = nv.per_tensor_amax_to_scale(x.abs().amax())
         scales, codes = nv.nvfp4_quantize(x, 16, whole)
         return codes, scales.view(_BYTE), whole
@@ -128,7 +126,7 @@ def _compressed_tensors(device: torch.device) -> Iterator[Way]:
     def of(preset: str, compressor: Any, block: int, scaled: bool) -> Call:
         scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
 
-        def call(x: Tensor) -> tuple[Tensor, ...]:
+        def call(x: Tensor) -> "tuple[Tensor, ...]":
             held = {"weight": x}
             if scaled:
                 held["weight_global_scale"] = utils.generate_gparam(x.amin(), x.amax())
@@ -152,15 +150,15 @@ def _compressed_tensors(device: torch.device) -> Iterator[Way]:
 def _modelopt(device: torch.device) -> Iterator[Way]:
     q = importlib.import_module("modelopt.torch.quantization.qtensor")
 
-    def mxfp8(x: Tensor) -> tuple[Tensor, ...]:
+    def mxfp8(x: Tensor) -> "tuple[Tensor, ...]":
         held, scales = q.MXFP8QTensor.quantize(x)
         return held._quantized_data.view(_BYTE), scales
 
-    def mxfp4(x: Tensor) -> tuple[Tensor, ...]:
+    def mxfp4(x: Tensor) -> "tuple[Tensor, ...]":
         held, scales = q.MXFP4QTensor.quantize(x, 32)
         return held._quantized_data, scales.view(len(x), -1)
 
-    def nvfp4(x: Tensor) -> tuple[Tensor, ...]:
+    def nvfp4(x: Tensor) -> "tuple[Tensor, ...]":
         held, scales, whole = q.NVFP4QTensor.quantize(x, 16)
         return held._quantized_data, scales.view(_BYTE), whole.reshape(())
 
@@ -177,7 +175,7 @@ def _transformer_engine(device: torch.device) -> Iterator[Way]:
     types = importlib.import_module("transformer_engine_torch").DType
 
     def of(quantizer: Any, block: int, scaled: bool) -> Call:
-        def call(x: Tensor) -> tuple[Tensor, ...]:
+        def call(x: Tensor) -> "tuple[Tensor, ...]":
             made = quantizer(x)
             rows, blocks = len(x), x.shape[1] // block
             scales = made._rowwise_scale_inv.view(_BYTE)[:rows, :blocks]

@@ -18,10 +18,7 @@ Two other readers shape this file:
 
 torch.utils.checkpoint runs a function again inside the region that it ran in first, as it does
 with torch.autocast: the first region of a process has it bind functions to theirs
-(te_mx/torch_internals.py).
-"""
-
-from __future__ import annotations
+(te_mx/torch_internals.py)."""
 
 import asyncio
 import functools
@@ -60,7 +57,7 @@ class Region:
         self,
         settings: Settings | ByName | None,
         recipe: Recipe | None,
-        parent: Region | None,
+        parent: "Region | None",
         outside: bool = False,
         first_run: dict[int, Any] | None = None,
     ) -> None:
@@ -221,8 +218,7 @@ class autocast:
     layers quantized, that of te_mx.autocast does not.
 
     Under ``torch.compile`` enter it around the compiled call or inside the compiled function;
-    there, construct it inside as well (Dynamo cannot enter a context manager that was made
-    outside).
+    there, construct it inside as well, as Dynamo enters none that was made outside.
 
     A generator that is closed elsewhere, by another thread or inside another region, leaves its
     own region and no other.
@@ -275,7 +271,7 @@ class autocast:
         self._settings = None if resolved is None else resolved.chosen
         self._open: list[Region] = []  # entered through this object and not left
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         if is_tracing():
             _traced.top = (self._settings, _traced.top)
         else:
@@ -323,8 +319,7 @@ class autocast:
                 f"{getattr(fn, '__qualname__', type(fn).__name__)}: its body would run after the "
                 "region is left; use `with te_mx.autocast(...):` inside it"
             )
-        # A fresh object per call: Dynamo enters context managers made in the code that it traces,
-        # and no others.
+        # A fresh object per call: Dynamo enters only context managers made in the code it traces.
         enabled, recipe = self._settings is not None, self._recipe
         if asyncio.iscoroutinefunction(fn):
 

@@ -1,7 +1,4 @@
-"""What convert_model is going to do to a model, decided about every layer before the first one
-changes."""
-
-from __future__ import annotations
+"""What convert_model is going to do to a model, decided before the first layer changes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -203,8 +200,7 @@ def _published(model: nn.Module, wanted: Wanted) -> dict[int, str]:
 
 
 def _plain_in(model: nn.Module, wanted: Wanted) -> dict[int, str]:
-    """The layers that a recipe which is to be bound leaves in high precision, by id: they stay what
-    they are.
+    """The layers that a recipe which is to be bound leaves in high precision, by id.
 
     Raises:
         ValueError: a pattern of overrides matches no layer.

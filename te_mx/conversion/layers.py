@@ -1,7 +1,4 @@
-"""The layers that convert_model turns to: which there are, why one of them stays, and their rows in
-the report."""
-
-from __future__ import annotations
+"""The layers that convert_model turns to: which, why one stays, and rows of the report."""
 
 import inspect
 import re
@@ -33,8 +30,7 @@ def seam_of(module: nn.Module) -> Seam | None:
 
 
 def layers_of(model: nn.Module) -> list[tuple[Any, list[str]]]:
-    """Every nn.Linear and every layer that a seam knows once, with all of its names; the root is
-    named ""."""
+    """Every nn.Linear and layer that a seam knows, once, with all its names; the root is ""."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) or seam_of(module) is not None:
@@ -111,8 +107,7 @@ def protected_in(model: nn.Module) -> dict[int, str]:
     """Why a module of a model of Transformers stays in fp32, whatever dtype that is loaded in, by
     id: one of its own parameters is among those that the model, or a model inside of it, names in
     ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``. A name stands for whole parts of
-    a parameter's path, as Transformers reads it.
-    """
+    a parameter's path, as Transformers reads it."""
     found: dict[int, str] = {}
     for owner in model.modules():
         for attribute in _KEPT_IN_FP32:

@@ -1,7 +1,5 @@
 """What convert_model and revert_model did to the layers of a model, and how much of it that is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -38,16 +36,14 @@ class LayerReport(NamedTuple):
 
 
 class ConversionReport:
-    """What `convert_model` or `revert_model` did: iterable over `LayerReport`, printable as a
-    table.
+    """What `convert_model` or `revert_model` did: iterable over `LayerReport`, printable.
 
     `model` is the model itself: layers change in place, also when the model is a single nn.Linear.
     `matrices` are its matrix parameters, which say how much of it was converted: parameters of two
     or three dimensions, each counted once, but those of embeddings, convolutions and
     normalizations, and those with a dimension of size 1. `convolutions` are the weights of those,
     which te_mx does not run, `parameters` is the number of elements of all parameters. `recipe` is
-    what was bound, or None.
-    """
+    what was bound, or None."""
 
     def __init__(
         self,
@@ -97,7 +93,7 @@ class ConversionReport:
         return sum(m.elements for m in self.matrices if m.held) / total if total else 0.0
 
     @property
-    def left(self) -> list[Matrix]:
+    def left(self) -> "list[Matrix]":
         """The matrix parameters of other modules, the largest first."""
         return left_of(self.matrices)
 
@@ -193,8 +189,7 @@ def _weights_of(
 def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matrix]:
     """The matrix parameters of a model, each once: those of two or three dimensions (experts are
     stacked) without one of size 1, but no embeddings, convolutions and normalizations. An embedding
-    whose weight is tied to a linear layer counts there. `also`: modules that count as te_mx's.
-    """
+    whose weight is tied to a linear layer counts there. `also`: modules that count as te_mx's."""
     ours = [m for m in model.modules() if isinstance(m, MXModule) or m in also]
     held = {id(parameter) for module in ours for parameter in module.parameters()}
     found: dict[int, Matrix] = {}

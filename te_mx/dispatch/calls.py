@@ -1,7 +1,5 @@
 """Words of the calls that kernels run: what to quantize, epilogues, groups, how GPUs multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,8 +24,7 @@ class Quantize(NamedTuple):
 
     row, col: specs of the operands [rows, k = cols] and [cols, k = rows]; "" for none. col_sum:
     also sum x over its rows in fp32, rounded to sum_dtype, for a bias gradient. seed: int64 [1] of
-    stochastic rounding (rules that end in "+sr"), which counts rows from `first` on.
-    """
+    stochastic rounding (rules that end in "+sr"), which counts rows from `first` on."""
 
     x: Tensor
     row: str
@@ -41,8 +38,7 @@ class Quantize(NamedTuple):
 
 class Mode(NamedTuple):
     """How a GPU without block-scaled tensor cores multiplies: "adaptive" or "exact", and the
-    alignment spread of the first; whether it may cut K into parts. CPUs are always exact and never
-    cut."""
+    alignment spread of the first; whether K may be cut. CPUs are always exact and never cut."""
 
     precision: str = "adaptive"
     spread: int = DEFAULT_SPREAD
@@ -54,8 +50,7 @@ class Epilogue(NamedTuple):
     ("tanh" or "erf"); or times the derivative of GELU at gelu_in [m, n]; bias gradient; + out if
     accumulate; rounding to the dtype of out.
 
-    bias_grad: "operand" sums lhs over k, fp32 [m]; "result" sums D over m, fp32 [n].
-    """
+    bias_grad: "operand" sums lhs over k, fp32 [m]; "result" sums D over m, fp32 [n]."""
 
     bias: Tensor | None = None
     gelu: str | None = None

@@ -5,15 +5,11 @@ constants, which each backend gives for its GEMM kernels as they were measured.
     GEMM = ceil(tiles / units) * units * 2 * tile^2 * k / rate             (so the last wave counts)
 
 The three GEMMs are [M, K] x [K, N], [M, N] x [N, K] and [N, M] x [M, K].
-tests/dispatch/test_cost.py holds it to the rows of benchmarks/results.
-"""
-
-from __future__ import annotations
+tests/dispatch/test_cost.py holds it to the rows of benchmarks/results."""
 
 from typing import NamedTuple
 
-# Bytes that quantizing an element to both directions reads and writes: bf16, two codes, two scales
-# for 32 elements.
+# Bytes that quantizing an element both ways reads and writes: bf16, two codes, two scales for 32.
 BYTES = 2 + 2 + 2 / 32
 
 
@@ -25,8 +21,7 @@ class Costs(NamedTuple):
     so many at a time; units 0 where the last wave is of no account. bf16_step, step: seconds of a
     step whatever its size, on the device. bf16_host, host: seconds that the host takes, beside a
     device that works by itself; 0 where both are one. threads: that the rates were measured with;
-    0 where they do not depend on threads.
-    """
+    0 where they do not depend on threads."""
 
     bf16_rate: float
     rate: float

@@ -1,7 +1,4 @@
-"""Why a kernel runs a problem and each other one does not: the walk of the registry that chooses,
-with the reasons."""
-
-from __future__ import annotations
+"""Why a kernel runs a problem and others do not: the registry's walk, with the reasons."""
 
 from dataclasses import dataclass
 

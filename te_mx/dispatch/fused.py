@@ -1,7 +1,5 @@
 """Words of the steps that end in a quantizer: normalizations, activations, what a step asks for."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -14,25 +12,14 @@ LANES = 256  # of the sums over a row, as kNormLanes in fused.h
 
 # The activation that each name applies; native ids of these.
 ACT_IDS = {
-    "gelu": 0,
-    "relu": 1,
-    "srelu": 2,
-    "silu": 3,
-    "qgelu": 4,
-    "sigmoid": 5,
-    "clamped_silu": 6,
+    "gelu": 0, "relu": 1, "srelu": 2, "silu": 3, "qgelu": 4, "sigmoid": 5, "clamped_silu": 6,
     "gelu_erf": 7,
-}
+}  # fmt: skip
 _UNGATED = ("gelu", "gelu_erf", "relu", "srelu", "silu", "qgelu")
 _GATED = {
-    "geglu": "gelu",
-    "reglu": "relu",
-    "sreglu": "srelu",
-    "swiglu": "silu",
-    "qgeglu": "qgelu",
-    "glu": "sigmoid",
-    "clamped_swiglu": "clamped_silu",
-}
+    "geglu": "gelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "qgeglu": "qgelu",
+    "glu": "sigmoid", "clamped_swiglu": "clamped_silu",
+}  # fmt: skip
 ACTIVATIONS = (*_UNGATED, *_GATED)
 
 

@@ -6,10 +6,7 @@ starts where the one before ends, or, with a `capacity`, at i * capacity.
 
 Blocks of 32 rows (128 in blockwise FP8) start anew with every group. Their scale rows lie at
 start_i // 32 + i, a closed form that needs no scan over the groups, so a columnwise copy of
-[R, cols] has scales [R // 32 + G, cols] on every device, whatever the splits are.
-"""
-
-from __future__ import annotations
+[R, cols] has scales [R // 32 + G, cols] on every device, whatever the splits are."""
 
 from array import array
 from typing import NamedTuple
@@ -27,7 +24,7 @@ class Bounds(NamedTuple):
     starts: list[int]
     ends: list[int]
 
-    def addresses(self) -> tuple[tuple[int, int, int], tuple[array[int], array[int]]]:
+    def addresses(self) -> "tuple[tuple[int, int, int], tuple[array[int], array[int]]]":
         """(count, starts, ends) as native code takes them, and what must be kept meanwhile."""
         starts, ends = array("q", self.starts), array("q", self.ends)
         return (len(starts), starts.buffer_info()[0], ends.buffer_info()[0]), (starts, ends)
@@ -50,9 +47,7 @@ def readable(tensor: Tensor) -> bool:
 
 
 def host_bounds(offs: Tensor, capacity: int, rows: int) -> Bounds:
-    """The bounds of offs on the CPU. Raises ValueError when they are not those of groups of `rows`
-    rows.
-    """
+    """The bounds of offs on the CPU. Raises ValueError where they do not fit `rows` rows."""
     ends = offs.tolist()
     starts = [i * capacity for i in range(len(ends))] if capacity else [0, *ends[:-1]][: len(ends)]
     at = 0

@@ -1,8 +1,6 @@
 """What a kernel is, the kernels that there are, by op in the order of preference, and the one cache
 of what follows from a choice: plans, and what callers derive under keys of their own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,8 +47,7 @@ class Kernel:
     invariant: whether the bits of a row of the product depend on that row of lhs and on rhs alone.
     encodes: whether operands are encoded anew, which rounds.
     multiplies: by itself; False: by the kernel that is chosen for the GEMM.
-    planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`.
-    """
+    planner: makes a plan of a problem, where nothing else decides on it; None: plans are `run`."""
 
     op: str
     name: str
@@ -99,7 +96,7 @@ class Kernel:
         """The ways to run a problem that a table may choose between, in words."""
         return ()
 
-    def configured(self, configuration: str) -> Kernel:
+    def configured(self, configuration: str) -> "Kernel":
         """This kernel, which runs in one of these ways and no other."""
         made = copy.copy(self)
         made.configuration = configuration

@@ -1,8 +1,6 @@
 """What kernels are that run a layer of several steps in one call each way: a normalization or a
 quantizer, a product, and perhaps an activation and a second product."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,8 +48,7 @@ class LayerProblem(NamedTuple):
     m: rows of x. x_dtype: of x; dtype: of z, h and y. norm_dtype: of weight and bias of the
     normalization and of their gradients. norm_bias: whether it has one.
     need_dx: whether backward goes through the first product to x, with the gradients of the
-    normalization. return_z: whether forward returns z, too.
-    """
+    normalization. return_z: whether forward returns z, too."""
 
     m: int
     x_dtype: torch.dtype

@@ -1,8 +1,6 @@
 """What kernels are that run a linear layer in one call each way, or once without gradients, and
 that keep weights which stand still."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +74,7 @@ class LinearPlan:
     tag the kernels that ran are recorded in LAST_RUN of runtime/kernel_log.py: fprop, dgrad and
     wgrad at tag, tag + 1 and tag + 2."""
 
-    kernel: LinearKernel
+    kernel: "LinearKernel"
     problem: LinearProblem
     row: str  # specs of the operands of x
     col: str

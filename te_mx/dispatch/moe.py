@@ -6,10 +6,7 @@ holds a routed row, or something that is none (the padding id, the number of rou
 ``p // block_m`` belongs to expert_ids[p // block_m], -1 for an expert that is not here. Positions
 from num_tokens_post_padded on hold nothing, whatever lies there.
 
-Without sorted_token_ids every routed row r is a block of its own, of expert_ids[r].
-"""
-
-from __future__ import annotations
+Without sorted_token_ids every routed row r is a block of its own, of expert_ids[r]."""
 
 from typing import NamedTuple
 

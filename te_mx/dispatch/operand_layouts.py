@@ -1,7 +1,4 @@
-"""In which layouts a layer asks the quantizer for its operands, so that the kernels of its device
-take them as they are."""
-
-from __future__ import annotations
+"""In which layouts a layer asks for its operands, so that its kernels take them as they are."""
 
 from typing import NamedTuple
 
@@ -27,8 +24,7 @@ def wanted_layouts(
     """ "<row> <col> <right col> <right row>": layouts that the kernel of an op wants for two
     formats of a large problem.
 
-    A plain function of constants that returns one.
-    """
+    A plain function of constants that returns one."""
     many = 1 << 10
     problem = Problem(
         op, place_of(device), f"{lhs}@any", f"{rhs}@any", many, many, many, 0, precision,

@@ -1,7 +1,5 @@
 """What a choice of kernel may depend on, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,10 +4,7 @@ A kernel is registered once, in the order of preference of its op. The first one
 problem runs it, unless a table of measured choices (tuned/) names another one that accepts it too.
 `pick` costs a look-up by what envelopes look at, `planned` one by all that a plan depends on;
 `explain` walks the same list and keeps the reasons. What was chosen and all plans are forgotten in
-one place, `forget`.
-"""
-
-from __future__ import annotations
+one place, `forget`."""
 
 from typing import Any
 
@@ -31,8 +28,7 @@ def register(kernel: Kernel) -> Kernel:
 
 
 def forget() -> None:
-    """Choose and plan anew: a kernel came, a table or a native module is another one, or a level
-    changed its meaning."""
+    """Choose and plan anew: a kernel, a table, a native module or a level is another one."""
     _chosen.clear()
     _known.clear()
 
@@ -43,8 +39,7 @@ def pick(
     spread: int = 8, rule: str = "rceil",
 ) -> Kernel:  # fmt: skip
     """The kernel of a problem (see Problem for the words; sizes are m, n, k). The reference accepts
-    everything, so there is one. The hot path: one look-up, two where sizes decide.
-    """
+    everything, so there is one. The hot path: one look-up, two where sizes decide."""
     m, n, k = sizes
     # Sizes as far as envelopes look at them: nothing, few rows (of whole vectors or not), many, too
     # many to count.

@@ -1,7 +1,5 @@
 """Pick and run: what ops do behind their schemas, and kernels that are made of other ops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

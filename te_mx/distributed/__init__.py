@@ -1,9 +1,6 @@
 """te_mx on several ranks: tensor parallelism over DTensors or a process group, weights that FSDP2
 gathers as codes, and weight gradients with a place or a time of their own under both.
-docs/distributed.md says what works with what.
-"""
-
-from __future__ import annotations
+docs/distributed.md says what works with what."""
 
 import importlib
 import sys
@@ -12,12 +9,9 @@ from typing import Any
 from te_mx.weights.ranks import above
 
 __all__ = [
-    "ModuleParallel",
-    "join_halves",
-    "quantized_all_gather",
-    "quantized_input_gather",
+    "ModuleParallel", "join_halves", "quantized_all_gather", "quantized_input_gather",
     "split_halves",
-]
+]  # fmt: skip
 _WHERE = {
     "ModuleParallel": "styles",
     "join_halves": "halves",

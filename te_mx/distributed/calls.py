@@ -1,7 +1,5 @@
 """Which part of te_mx.distributed runs a call that concerns tensors of several ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,5 @@
 """What layers that ranks share do between the ranks, with the gradient of each move: for DTensors
-and for process groups (tensor_parallel.py).
-"""
-
-from __future__ import annotations
+and for process groups (tensor_parallel.py)."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -267,8 +264,7 @@ def placed(x: DTensor, mesh: Any, placements: list[Placement]) -> DTensor:
 def local_of_input(x: DTensor, grads: Sequence[Placement]) -> Tensor:
     """x.to_local(grad_placements=..), the same tensor as long as x is what it was: layers that read
     one DTensor quantize it once (autograd/input_cache.py), and their gradients add up on the rank
-    before DTensor moves the sum. It is kept by x, and is a view of what x holds.
-    """
+    before DTensor moves the sum. It is kept by x, and is a view of what x holds."""
     if is_tracing():
         return x.to_local(grad_placements=grads)
     inner = shard_of(x)

@@ -4,10 +4,7 @@ parameters that weight gradients belong to.
 Under `quantized_all_gather` each rank quantizes its rows of a weight and FSDP2 gathers these codes,
 1.03 bytes a parameter in MXFP8 where bf16 takes 2. Blocks run along k and shards are rows, so the
 codes are those of the whole weight. There is no high-precision copy of the whole weight: dgrad
-starts from the rowwise codes, as under the recipe's one_copy_weights, with the same bits.
-"""
-
-from __future__ import annotations
+starts from the rowwise codes, as under the recipe's one_copy_weights, with the same bits."""
 
 import inspect
 import weakref
@@ -73,7 +70,7 @@ class GatheredWeight(Tensor):
         return [*_PARTS], (self.shape[-1], self.dtype, self.fmt)
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> "GatheredWeight":
         return GatheredWeight(inner["codes"], inner["scales"], *meta)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -141,13 +138,12 @@ class Model:
     layers that keep the whole weight for backward anyway or that do not train, or where the shard
     was written meanwhile. Weights that are gathered together are cast in one call, to memory of all
     of them, and so are their codes. They are sent as bytes: FSDP2 copies bf16 by way of fp32, which
-    changes what would be NaN.
-    """
+    changes what would be NaN."""
 
     def __init__(self) -> None:
         self._shards: list[weakref.ref[ShardCodes]] = []
 
-    def add(self, shard: ShardCodes) -> None:
+    def add(self, shard: "ShardCodes") -> None:
         self._shards = [ref for ref in self._shards if ref() is not None]
         self._shards.append(weakref.ref(shard))
 
@@ -170,14 +166,13 @@ class Model:
 class Due(NamedTuple):
     """A weight that is to be quantized, and what it was when that was known."""
 
-    codes: ShardCodes
+    codes: "ShardCodes"
     shard: Tensor
     version: int
 
 
 def _cast(batch: list[Due], dtype: torch.dtype) -> list[Tensor]:
-    """Shards of one dtype in another, each at the beginning of a vector: on GPUs a few launches
-    for all of them."""
+    """Shards of one dtype in another, each at the start of a vector: a few launches on GPUs."""
     if batch[0].shard.dtype == dtype:
         return [due.shard for due in batch]
     at, starts = 0, []
@@ -403,12 +398,10 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
 
     Called after fully_shard, before the first forward. Shards, optimizer states and checkpoints
     stay as they are. The modules then run in MXFP8 only, with weights in the format of `recipe`,
-    and dgrad starts from the rowwise codes (``one_copy_weights``), whatever the active recipe says
-    of that.
+    and dgrad starts from the rowwise codes (``one_copy_weights``), whatever the recipe says.
 
     Args:
-        model: sharded by fully_shard; te_mx modules in it that are not sharded, or over one rank
-            only, are left alone.
+        model: sharded by fully_shard; te_mx modules not sharded, or over one rank, are left alone.
         recipe: its format and its scale rule quantize the weights; None means what
             `te_mx.convert_model` bound to a module, or else the default recipe.
 
@@ -492,7 +485,7 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
 
     def fsdp_pre_all_gather(
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    ) -> "tuple[tuple[Tensor, ...], Any]":
         """What this rank sends: codes and scales of its rows, in the dtype of the computation."""
         return codes.sent(mp_policy.param_dtype), codes.forms
 
@@ -669,8 +662,7 @@ def _group_of(param: Any) -> Any:
 
 def _divisor(param: Any) -> float:
     """What FSDP2 divides the sum over the ranks by: what set_gradient_divide_factor was given, else
-    their number. Which of the collectives divides (set_force_sum_reduction_for_comms) is no
-    matter."""
+    their number, whichever collective divides."""
     given = getattr(_group_of(param), "gradient_divide_factor", None)
     size: int = param.mesh_info.mesh.size()
     return size if given is None else given

@@ -1,8 +1,6 @@
 """The halves of a gated fc1 (te_mx/weights/gated_halves.py) as one DTensor, and back; and what an
 optimizer has of them, as of one parameter: its state_dict follows parameters."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -77,8 +75,7 @@ def join_halves(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, nested or flat.
             Tensors like the parameters, as Adam's, are joined by rows; DTensors by a collective
-            operation, so on every rank. Of what else there is, steps and learning rates, the halves
-            have the same.
+            operation, so on every rank. Steps and learning rates are the same of both.
 
     Returns:
         A new dict; `state` stays as it is.
@@ -89,7 +86,7 @@ def join_halves(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     _check_state("join_halves", state)
 
-    def both(name: str, of: Mapping[str, Any]) -> dict[str, Any]:
+    def both(name: str, of: "Mapping[str, Any]") -> "dict[str, Any]":
         found = _HALF.search(name)
         if found is None:
             return {name: of[name]}
@@ -101,7 +98,7 @@ def join_halves(state: Mapping[str, Any]) -> dict[str, Any]:
             )
         return {f"{start}fc1_{kind}{end}": _both(*(of[one] for one in names))}
 
-    def group(names: list[str]) -> list[str]:
+    def group(names: "list[str]") -> "list[str]":
         return list(dict.fromkeys(_HALF.sub(r"fc1_\1", name) for name in names))
 
     return _renamed(state, both, group)
@@ -112,10 +109,8 @@ def split_halves(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     ranks share: for the parameters of `model`.
 
     Args:
-        model: a model with the names of parameters that `state` has, in which ModuleParallel made
-            halves.
-        state: as of `join_halves`. Whole tensors are cut in two, DTensors become such as the
-            parameters are.
+        model: a model with the parameter names of `state`, in which ModuleParallel made halves.
+        state: as of `join_halves`. Whole tensors are cut in two, DTensors follow the parameters.
 
     Returns:
         A new dict; `state` stays as it is.
@@ -133,7 +128,7 @@ def split_halves(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
                 parts = [module._parameters[name] for name in names]
                 like[path + key] = [path + name for name in names], parts
 
-    def two(name: str, of: Mapping[str, Any]) -> dict[str, Any]:
+    def two(name: str, of: "Mapping[str, Any]") -> "dict[str, Any]":
         for start in _FLAT:
             for whole, (names, parts) in like.items():
                 if name == start + whole or (start and name.startswith(f"{start}{whole}.")):
@@ -142,7 +137,7 @@ def split_halves(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
                     return {start + n + end: v for n, v in zip(names, values, strict=True)}
         return {name: of[name]}
 
-    def group(names: list[str]) -> list[str]:
+    def group(names: "list[str]") -> "list[str]":
         return [one for name in names for one in like.get(name, ([name],))[0]]
 
     return _renamed(state, two, group)

@@ -1,9 +1,6 @@
 """A module as one rank sees it: what it has of the parameters, with sizes to match, and everything
 else the module's own. The forward of the family runs on it, so a rank does what one process would
-do with a smaller layer.
-"""
-
-from __future__ import annotations
+do with a smaller layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,12 +31,6 @@ def call(module: Any, layer: Any, inp: Any, *args: Any) -> Any:
     return type(module).forward(layer, inp, *args)
 
 
-def block_of(settings: Settings) -> int:
-    """In how many rows or columns the shards of a weight are whole blocks for every GEMM."""
-    used = (settings.x, settings.w, settings.g)
-    return max(max(formats.get(fmt).scaling.block) for fmt in used)
-
-
 def check_whole_blocks(
     label: str, settings: Settings | None, name: str, size: int, ranks: int
 ) -> None:
@@ -47,7 +38,8 @@ def check_whole_blocks(
     blocks: scales, and so results, would be others than those of the whole layer."""
     if settings is None or ranks == 1:
         return
-    block, piece = block_of(settings), -(-size // ranks)
+    used, piece = (settings.x, settings.w, settings.g), -(-size // ranks)
+    block = max(max(formats.get(fmt).scaling.block) for fmt in used)
     if piece % block and piece < size:
         unit = block * ranks
         raise ValueError(

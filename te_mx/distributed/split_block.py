@@ -1,9 +1,6 @@
 """A fused MLP (fusion/fused_mlp.py) whose layers parallelize_module has split: its inner width
 is on all ranks, in the first layers by rows and in the last one by columns. A rank runs its part of
-the block as one step; DTensor moves the input and sums the result, as for the layers themselves.
-"""
-
-from __future__ import annotations
+the block as one step; DTensor moves the input and sums the result, as for the layers themselves."""
 
 import weakref
 from typing import Any, NamedTuple

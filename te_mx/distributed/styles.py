@@ -1,8 +1,5 @@
 """How te_mx's modules are sharded by torch's parallelize_module, which itself knows nn.Linear, and
-which of the hooks that it puts around modules are known: what they do with what a layer takes and
-makes."""
-
-from __future__ import annotations
+which of the hooks around modules are known: what they do with what a layer takes and makes."""
 
 import inspect
 import operator

@@ -18,8 +18,6 @@ Replicate       tokens sharded    like the input      like the input      Partia
 The bias of a result that is Partial is added by one rank, in its GEMM.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -108,7 +106,10 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         return result(module, y, mesh, way.y, shape)
     y = spread(y, mesh, way.y, shape)
     if module.return_bias:
-        rest[0] = _bias_of(module)
+        if isinstance(module, GroupedLinear):
+            rest[0] = module._returned(module._held(*module._bias_names))
+        else:
+            rest[0] = module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
     if getattr(module, "return_layernorm_output", False):
         own = way.x if tokens is None else list(x.placements)
         rest[-1] = _normalized(rest[-1], mesh, way, own, x.shape)
@@ -138,7 +139,9 @@ def behind_hook(module: Any, y: Tensor, mesh: Any, places: list[Placement]) -> T
     return summed(y, mesh.get_group(0)) if places[0].is_partial() and may_sum(y) else None
 
 
-def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
+def _normalized(
+    z: Tensor, mesh: Any, way: "Way", own: list[Placement], shape: torch.Size
+) -> DTensor:
     """The normalized input as a layer returns it, placed as what was normalized."""
     shares = [
         dim for dim, (kind, place) in enumerate(zip(way.kinds, own, strict=True))
@@ -149,7 +152,7 @@ def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: tor
 
 
 # ------------------------------------------------------------------------------- what a rank has
-def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
+def local_of_layer(module: Any, plan: "Plan", held: dict[str, Any]) -> Any:
     """A module as this rank sees it."""
     routed = module._routed() and torch.is_grad_enabled()
     local: dict[str, Any] = dict.fromkeys(module._parameters)
@@ -220,7 +223,7 @@ def _sizes(module: Any, local: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _run_experts(module: Any, plan: Plan, held: dict[str, Any], inp: Any, args: Any) -> Any:
+def _run_experts(module: Any, plan: "Plan", held: dict[str, Any], inp: Any, args: Any) -> Any:
     """Stacked weights, Shard(0): a rank runs the rows of its own experts, sent there before."""
     if isinstance(inp, DTensor):
         raise TypeError(
@@ -236,12 +239,6 @@ def _run_experts(module: Any, plan: Plan, held: dict[str, Any], inp: Any, args: 
 
 def whole(inp: Any, mesh: Any) -> DTensor:
     return DTensor.from_local(inp, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _bias_of(module: Any) -> Any:
-    if isinstance(module, GroupedLinear):
-        return module._returned(module._held(*module._bias_names))
-    return module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
 
 
 WHOLE = "whole"  # beside the modes: every rank has all of it
@@ -261,8 +258,7 @@ class Way(NamedTuple):
 class Plan(NamedTuple):
     """How a module runs: on a mesh, in a way; where the gradient of each parameter lies; and which
     of them are biases that another rank adds. It holds for parameters that lie as these
-    do, these settings and an input that is placed so, None for a plain tensor.
-    """
+    do, these settings and an input that is placed so, None for a plain tensor."""
 
     mesh: Any
     way: Way

@@ -19,8 +19,6 @@ its own code NaN, so that no value of the block is finite.
 te_mx's own formats (te_mx.formats.fp8_blockwise) choose scales as Transformer Engine does.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -45,8 +43,7 @@ def act_quant_rhs(
     """x [M, K] in blocks along M: codes [M, K] column-major, scales [ceil(M / b), K].
 
     The smallest amax is 1e-12 rounded to the dtype of x, as in torchao's reference; in fp16, where
-    that is 0 and torchao makes NaN of blocks of zeros, 1e-12.
-    """
+    that is 0 and torchao makes NaN of blocks of zeros, 1e-12."""
     check_matrix("x", x, *READ)
     epsilon = torch.tensor(EPSILON, dtype=x.dtype, device="cpu").item() or EPSILON
     codes, scales = _quantize(x, (check_size("block_size", block_size, 1), 1), dtype, epsilon)

@@ -1,10 +1,7 @@
 """Element: a float of 4, 6 or 8 bits, and its conversion from and to fp32.
 
 Encoding works on the bits of fp32, so it gives the same codes on every device and in every denormal
-mode.
-"""
-
-from __future__ import annotations
+mode."""
 
 import math
 from dataclasses import dataclass
@@ -108,8 +105,7 @@ class Element:
         """Codes (uint8) of x * 2^power, to nearest even, at most +-max; x fp32 by its bits (int32).
 
         `power` (int32, -128 to 127) broadcasts to `bits`; |x| * 2^power must lie below 2^128. A NaN
-        is taken for a number above max.
-        """
+        is taken for a number above max."""
         drop = MANTISSA_BITS - self.mantissa_bits
         q = (normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)).clamp_(0, self.max_bits)
         # `one` times the step between codes is the binade of q times 2^drop: adding it rounds q
@@ -143,8 +139,7 @@ class Element:
 
 def normalized(magnitude: Tensor) -> Tensor:
     """Bits of fp32 magnitudes with a wider exponent: that of a subnormal number is 0 or less, that
-    of zero lies below all.
-    """
+    of zero lies below all."""
     # An integer of up to 23 bits is exact in fp32, and its exponent says where its top bit is.
     subnormal = magnitude.to(torch.float32).view(torch.int32) - (149 << MANTISSA_BITS)
     # Zero stays high enough for int32 when a power is added.

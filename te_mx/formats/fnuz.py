@@ -1,7 +1,4 @@
-"""Blockwise FP8 from the elements of OCP ("fn") to those without negative zero ("fnuz", AMD's
-MI300) and back."""
-
-from __future__ import annotations
+"""Blockwise FP8 from OCP's elements ("fn") to those without -0 ("fnuz", AMD's MI300) and back."""
 
 import torch
 from torch import Tensor

@@ -2,8 +2,6 @@
 quantized matrix are and what they mean, in plain torch, on every device. And the formats by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +65,7 @@ class Format:
 
     @property
     def is_square(self) -> bool:
-        """Whether blocks are as high as wide: codes and scales of a matrix, turned, are those of
-        the turned matrix."""
+        """Whether blocks are as high as wide: codes and scales turn with the matrix."""
         return self.scaling.block[0] == self.scaling.block[1] and self.element.bits == 8
 
     @property
@@ -83,7 +80,7 @@ class Format:
         return self.scaling.scale == "e4m3"
 
     @property
-    def untransformed(self) -> Format:
+    def untransformed(self) -> "Format":
         """The format without a transform: what codes mean is the same."""
         return self if self.transform is None else get(self.name.partition("+")[0])
 
@@ -110,8 +107,7 @@ class Format:
     # ------------------------------------------------------------------------------------ packing
     def pack(self, codes: Tensor) -> Tensor:
         """Codes one a byte [.., k] -> bytes [.., code_bytes(k)], low bits first; zeros at the end
-        of a row.
-        """
+        of a row."""
         return packing.pack(codes, self.element.bits)
 
     def unpack(self, packed: Tensor, k: int) -> Tensor:
@@ -184,8 +180,7 @@ class Format:
 
     def decode(self, codes: Tensor, k: int, *factors: Tensor) -> Tensor:
         """Values [rows, k] of codes [rows, code_bytes(k)], times the factors [rows, blocks(k)] of
-        their blocks, one after the other. fp32, or fp64 if a factor is.
-        """
+        their blocks, one after the other. fp32, or fp64 if a factor is."""
         whole = self.blocks(k) * self.block
         codes = _pad_last(codes, self.code_bytes(whole))
         values = self.element.decode(self.unpack(codes, whole))

@@ -3,10 +3,7 @@
 DeepSeek-V3's recipe, Transformer Engine's Float8BlockScaling and torchao's blockwise FP8 training
 use them: 1 x 128 for inputs and output gradients, along the reduction dimension, and 128 x 128 for
 weights. 128 x 1 is the columnwise form of data that stays as it lies: its bytes are those of
-1 x 128 in layout "cols".
-"""
-
-from __future__ import annotations
+1 x 128 in layout "cols"."""
 
 import struct
 from dataclasses import dataclass
@@ -38,8 +35,7 @@ class BlockwiseFormat(Format):
     scales  float32       [ceil(rows / block[0]), ceil(k / block[1])]
     ======  ============  ==================================================
 
-    With amax the largest magnitude of a block and max that of the element, in fp32, rounded to
-    nearest at every step:
+    With amax of a block and max of the element, in fp32, rounded to nearest at every step:
 
         amax   = the larger of amax and the rule's epsilon
         factor = max / amax, at most 2^126; with the rule "pow2" its mantissa is cut off

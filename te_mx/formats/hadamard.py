@@ -1,10 +1,6 @@
 """The random Hadamard transform: blocks of k, rotated before they are quantized.
 
-A product does not change when both sides are rotated alike along k, and an outlier is spread over
-its block.
-"""
-
-from __future__ import annotations
+A product does not change when both sides are rotated alike along k, and outliers are spread."""
 
 import math
 import re
@@ -28,8 +24,7 @@ class Hadamard:
     The arithmetic is fp32, each operation rounded to nearest, with these operations and no other:
     the sign bit of an element is flipped where s is -1; for h = 1, 2, 4, 8 (and 16) all pairs
     (a, b) of elements i and i + h, with bit h of i clear, become (a + b, a - b); each element is
-    multiplied by 1 / sqrt(size), 0.25 or fl32(2^-2.5) = 0x3E3504F3.
-    """
+    multiplied by 1 / sqrt(size), 0.25 or fl32(2^-2.5) = 0x3E3504F3."""
 
     size: int
     signs: int

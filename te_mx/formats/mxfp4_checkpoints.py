@@ -27,8 +27,6 @@ Scale byte 255 is NaN here and in the OCP specification, and stays 255. ggml rea
 neither is put in the place of the other: that is an error, for which the host looks at the scales.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -77,8 +75,7 @@ def to_compressed_tensors(codes: Tensor, scales: Tensor, k: int) -> Parts:
 def from_gpt_oss(blocks: Tensor, scales: Tensor) -> Parts:
     """Codes and scales of ``*_blocks`` [.., k/32, 16] and ``*_scales`` [.., k/32].
 
-    Raises as from_compressed_tensors.
-    """
+    Raises as from_compressed_tensors."""
     packed = as_bytes("blocks", blocks, *_CODES)
     scale = as_bytes("scales", scales, *_SCALES)
     if packed.dim() < 2 or packed.shape[-1] != _BYTES:
@@ -90,8 +87,7 @@ def from_gpt_oss(blocks: Tensor, scales: Tensor) -> Parts:
 def to_gpt_oss(codes: Tensor, scales: Tensor, k: int) -> Parts:
     """(blocks [.., k/32, 16], scales [.., k/32]) of codes and scales of rows of k elements.
 
-    Raises as to_compressed_tensors.
-    """
+    Raises as to_compressed_tensors."""
     codes, scales = _ours(codes, scales, k, _K)
     return codes.unflatten(-1, (scales.shape[-1], _BYTES)), scales
 
@@ -121,8 +117,7 @@ def to_deep_gemm(codes: Tensor, scales: Tensor, k: int) -> Parts:
     """(codes int8 [.., rows, k/2], scales int32 [.., rows, ceil(k/128)]) of codes and scales of
     rows of k elements.
 
-    Raises as to_compressed_tensors, where k may be any even number.
-    """
+    Raises as to_compressed_tensors, where k may be any even number."""
     codes, scales = _ours(codes, scales, k, 2)
     if codes.dim() < 2:
         raise ValueError(f"codes must be [.., rows, k / 2], got {tuple(codes.shape)}")
@@ -155,8 +150,7 @@ def from_ggml(blocks: Tensor) -> Parts:
 def to_ggml(codes: Tensor, scales: Tensor, k: int) -> Tensor:
     """Rows of 17-byte blocks, uint8 [.., 17 * k/32], of codes and scales of rows of k elements.
 
-    Raises as to_compressed_tensors, and ValueError for a scale of 255, which is NaN.
-    """
+    Raises as to_compressed_tensors, and ValueError for a scale of 255, which is NaN."""
     codes, scales = _ours(codes, scales, k, _K)
     _refuse_nan(scales, "is NaN, which ggml has no byte for")
     pairs = codes.unflatten(-1, (scales.shape[-1], _BYTES))

@@ -1,10 +1,6 @@
 """NVFP4: 4-bit elements, one E4M3 scale for 16 of them, one fp32 scale for the whole tensor.
 
-Four libraries write four different streams of bytes for the same numbers. Each is a rule here, by
-the library's name.
-"""
-
-from __future__ import annotations
+Four libraries write four streams of bytes for the same numbers: each is a rule by its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -213,11 +209,9 @@ def _in_order(errors: Tensor) -> Tensor:
 
 
 _WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.dtype], _Parts]] = {
-    "te": _te,
-    "torchao": _torchao,
-    "modelopt": _modelopt,
+    "te": _te, "torchao": _torchao, "modelopt": _modelopt,
     "compressed_tensors": _compressed_tensors,
-}
+}  # fmt: skip
 for _error in ("", "_mse"):
     for _top, _bound in (("", 256 * 6.0), ("_448", _TOP)):
         _WRITERS[f"te_4over6{_error}{_top}"] = partial(

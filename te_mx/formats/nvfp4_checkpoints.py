@@ -25,8 +25,6 @@ and above, where the reciprocal is 2^10 times smaller and no writer's weights ar
 an error which says both readings, and for which the host looks at the scale.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

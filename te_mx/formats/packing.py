@@ -1,7 +1,5 @@
 """Codes of fewer than 8 bits in bytes: element 0 in the low bits of byte 0, and on without gaps."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scaling: which elements share a scale, what the scale is stored as, and how it is chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +31,7 @@ class Scaling:
             rule may carry the smallest amax behind a colon: "pow2:1e-12".
         epsilon: whether rules take one.
 
-    Behind a rule of E8M0 or E4M3 scales, "+sr" says that codes are rounded stochastically:
-    "rceil+sr".
+    Behind a rule of E8M0 or E4M3 scales, "+sr": codes are rounded stochastically.
 
     Raises:
         ValueError: another scale dtype.

@@ -3,8 +3,6 @@
 Random bits depend on a seed and on an element's place alone, so that every backend draws the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     """Philox4x32-7: four random words of a counter of four words and a key of two.
 
     All are 32-bit words in int64 tensors, which broadcast. Salmon, Moraes, Dror and Shaw, "Parallel
-    random numbers: as easy as 1, 2, 3" (SC 2011).
-    """
+    random numbers: as easy as 1, 2, 3" (SC 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -73,8 +70,7 @@ def random_bits(seed: Tensor, rows: int, cols: int, first: int = 0) -> Tensor:
 
 
 def encode(element: Element, bits: Tensor, power: Tensor, random: Tensor) -> Tensor:
-    """Codes (uint8) of x * 2^power, rounded stochastically, at most +-max; x fp32 by its bits
-    (int32).
+    """Codes (uint8) of x * 2^power, rounded stochastically, at most +-max; x: bits of fp32 (int32).
 
     With q = |x| * 2^power, at most max, and `gap` the distance of the codes around q (that of the
     subnormal ones below the normal ones):
@@ -84,8 +80,7 @@ def encode(element: Element, bits: Tensor, power: Tensor, random: Tensor) -> Ten
 
     So a q that is a code stays, and others go to one of their neighbours with a mean of q, but for
     what lies below 2^-16 of a gap. Arguments are as of `Element.encode`; random: 16 bits for every
-    element (int32).
-    """
+    element (int32)."""
     drop = MANTISSA_BITS - element.mantissa_bits
     lowest = element.min_bits
     q = normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)

@@ -3,10 +3,7 @@ fc2(act(fc1(x))), and with which activation.
 
 Names say nothing for certain, so every candidate is run on stand-ins (probe.py), in training
 and in evaluation. What it gives its layers and returns must be those very values, and what goes
-into the last layer must be an activation that te_mx has, of what the first ones gave.
-"""
-
-from __future__ import annotations
+into the last layer must be an activation that te_mx has, of what the first ones gave."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -83,8 +80,7 @@ def plan_blocks(
 
 
 def _of_other_layers(module: nn.Module) -> tuple[str, str] | None:
-    """What a block is named whose layers have usual names and are no nn.Linear, as GPT-2's Conv1D,
-    and why it stays."""
+    """The name of a block of usual names and no nn.Linear, as GPT-2's Conv1D, and why it stays."""
     for wanted in _USUAL:
         for name, child in module._modules.items():
             weight = None if child is None else child._parameters.get("weight")

@@ -6,10 +6,7 @@ policies go by), with its parameters, submodules, hooks and state_dict, and its 
 signature of its own. It can be copied and pickled: what is written is its own class and the mixin,
 which make the same subclass again.
 
-What the layers of other libraries that run in MXFP8 in place have in common.
-"""
-
-from __future__ import annotations
+What the layers of other libraries that run in MXFP8 in place have in common."""
 
 import copyreg
 import functools

@@ -2,10 +2,7 @@
 such a module needs to run its products in MXFP8.
 
 The module keeps its class, as a subclass of it, its parameters and its forward outside of
-te_mx.autocast.
-"""
-
-from __future__ import annotations
+te_mx.autocast."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

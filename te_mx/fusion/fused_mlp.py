@@ -2,10 +2,7 @@
 
 The block keeps its class as a base, and its three (or two) linear layers. In MXFP8 it runs as one
 step, see autograd/layer.py; whenever that would not be what its own forward does, its own
-forward runs, on the very layers.
-"""
-
-from __future__ import annotations
+forward runs, on the very layers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -143,8 +140,7 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
 
 
 def why_not_these(x: Any, layers: list[Linear]) -> str:
-    """Why the tensors of this call do not run as one step: then the layers say what is wrong with
-    them, if anything is."""
+    """Why the tensors of this call do not run as one step: then layers say what is wrong."""
     *first, last = layers
     if reason := why_not_given(x):
         return reason

@@ -2,11 +2,7 @@
 
 It keeps its class as a base. In MXFP8 and in eager mode it is one step (autograd/norm.py), which
 keeps no copies of its input for backward and, where linear layers read its result, makes their
-quantized input in the same read. Everywhere else its own forward runs; torch.compile fuses that
-itself.
-"""
-
-from __future__ import annotations
+quantized input in the same read. Elsewhere its own forward runs; torch.compile fuses it."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """convert_model(fuse=True) where layers stay where they are, in models of any making: blocks,
 normalizations and attentions get a class in place, and no name changes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -123,12 +121,6 @@ def plan_outputs(
     return found, layers
 
 
-def save_inputs(layers: list[nn.Module]) -> None:
-    """Do what was planned, once the layers are converted."""
-    for layer in layers:
-        layer.keeps_given_input = True  # type: ignore[assignment]
-
-
 # ------------------------------------------------------------------------------------------ losses
 # The loss of Transformers' causal language models: convert_model(fuse=True) computes it over parts
 # of the tokens, bit for bit ``F.cross_entropy(logits.float(), labels)``. All logits in fp32,
@@ -212,12 +204,6 @@ def plan_losses(model: nn.Module) -> tuple[list[Fusion], list[nn.Module]]:
     return found, models
 
 
-def give_losses(models: list[Any]) -> None:
-    """Do what was planned."""
-    for model in models:
-        model.loss_function = causal_lm_loss
-
-
 def take_losses(model: nn.Module) -> list[Fusion]:
     """The other way."""
     found = []
@@ -235,7 +221,7 @@ class InPlace(NamedTuple):
     norms: list[FoundNorm]
     outputs: list[nn.Module]
     tables: list[Tables]
-    losses: list[nn.Module]
+    losses: list[Any]
 
 
 NOTHING = InPlace([], [], [], [], [])
@@ -249,12 +235,9 @@ _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 
 
 def plan_in_place(
-    model: nn.Module,
-    why_not: Callable[[nn.Linear], str],
-    keeps: Callable[[nn.Module, str], bool],
-    unlike: Callable[[Sequence[str]], str],
-    taken: Collection[nn.Module],
-) -> tuple[list[Fusion], InPlace]:
+    model: nn.Module, why_not: Callable[[nn.Linear], str], keeps: Callable[[nn.Module, str], bool],
+    unlike: Callable[[Sequence[str]], str], taken: Collection[nn.Module],
+) -> tuple[list[Fusion], InPlace]:  # fmt: skip
     """The report and what `fuse_in_place` is to do; arguments as of fuse.plan_fusions. taken:
     layers that become part of another module."""
     stays: dict[nn.Linear, bool] = {}
@@ -276,8 +259,10 @@ def plan_in_place(
 
 def fuse_in_place(plan: InPlace) -> None:
     """Fuse what was planned."""
-    save_inputs(plan.outputs)
-    give_losses(plan.losses)
+    for layer in plan.outputs:
+        layer.keeps_given_input = True  # type: ignore[assignment]
+    for model in plan.losses:
+        model.loss_function = causal_lm_loss
     all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.tables
     for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
         for module, its_plan in found:

@@ -2,11 +2,7 @@
 converted layers read what they return.
 
 What a module computes is found out on numbers: its own forward against the formulas, in fp32. Who
-reads it is found out by running the module that holds it on stand-ins (probe.py) and looking
-at who gets its result.
-"""
-
-from __future__ import annotations
+reads it is found out by running the module that holds it on stand-ins (probe.py)."""
 
 import inspect
 import itertools
@@ -163,8 +159,7 @@ class _NormStandIn(nn.Module):
 
 class _Opaque(nn.Module):
     """In the place of a submodule: notes the tensors that it gets and returns one like the first
-    (as wide as a linear layer makes it), and as many Nones as asked; attributes are those of the
-    submodule."""
+    (as wide as a linear layer makes it), and Nones as asked; attributes are the submodule's."""
 
     def __init__(self, real: nn.Module, extras: int, got: list[tuple[nn.Module, Tensor]]) -> None:
         super().__init__()

@@ -2,10 +2,7 @@
 
 A twin shares everything with the module but its submodules, so that running it changes nothing in
 the model; linear layers in it return made-up values and note what they were given. A few rows of
-the real width tell, and no weight is read.
-"""
-
-from __future__ import annotations
+the real width tell, and no weight is read."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,10 +3,7 @@
 Only inside an nn.Sequential is it certain that one layer's result goes to the next and nowhere
 else, so nothing is fused anywhere else. The fused module takes the place of the first layer, and
 nn.Identity those of the others, so the names of later layers stay. It holds the very parameters of
-the layers: optimizer state and tied weights stay, their names in the state_dict change.
-"""
-
-from __future__ import annotations
+the layers: optimizer state and tied weights stay, their names in the state_dict change."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -44,16 +41,13 @@ class Plan(NamedTuple):
 
 
 def plan_fusions(
-    model: nn.Module,
-    why_not: Callable[[nn.Linear], str],
-    keeps: Callable[[nn.Module, str], bool],
+    model: nn.Module, why_not: Callable[[nn.Linear], str], keeps: Callable[[nn.Module, str], bool],
     unlike: Callable[[Sequence[str]], str],
-) -> tuple[list[Fusion], list[Plan]]:
+) -> tuple[list[Fusion], list[Plan]]:  # fmt: skip
     """What can be fused; returns the report and what `fuse_all` is to do.
 
     `why_not` says why a linear layer cannot be converted, `keeps` whether the user excluded it,
-    `unlike` why linear layers of these names do not run with one recipe.
-    """
+    `unlike` why linear layers of these names do not run with one recipe."""
     found: list[Fusion] = []
     plans: list[Plan] = []
     uses: dict[int, int] = {}

@@ -1,7 +1,5 @@
 """A linear layer of another library whose weight is [in, out]: what it needs to run in MXFP8."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.fx import Proxy
 

@@ -3,10 +3,7 @@
 nn.Linear and te_mx's modules, in high precision, all multiply by torch.nn.functional.linear: what
 it is given inside of a layer is that layer's x and w, also where a module normalizes or activates
 first, and the gradient of what it returns is g. The Conv1D of GPT-2 calls torch.addmm, and stacked
-experts leave their products to whoever watches them. Only numbers are kept.
-"""
-
-from __future__ import annotations
+experts leave their products to whoever watches them. Only numbers are kept."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -52,7 +49,7 @@ class _Frame:
     """A layer that is running, and how many products it has computed. which: the step and the
     number of the next one, where their order does not say."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: "Layer") -> None:
         self.layer, self.products = layer, 0
         self.which: tuple[str, int] | None = None
 
@@ -61,11 +58,10 @@ class Watch(TorchFunctionMode):
     """While it is entered, sums of what the layers multiply go into `sums`.
 
     formats: each with its scale rule. `most`: elements that are read of one tensor. `seen` is
-    called after each product of a forward, and after each gradient.
-    """
+    called after each product of a forward, and after each gradient."""
 
     def __init__(
-        self, layers: list[Layer], formats: dict[Format, str], spread: int, most: int | None,
+        self, layers: "list[Layer]", formats: dict[Format, str], spread: int, most: int | None,
         gradients: bool, seen: Callable[[], Any],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -80,7 +76,7 @@ class Watch(TorchFunctionMode):
         self._layers = layers
 
     # ------------------------------------------------------------------------------------ entering
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         for layer in self._layers:
             if isinstance(layer.module, ExpertsModule):
                 layer.module.__dict__["_watched"] = partial(self._experts, layer, layer.module)
@@ -98,8 +94,8 @@ class Watch(TorchFunctionMode):
         for layer in self._layers:
             layer.module.__dict__.pop("_watched", None)
 
-    def _start(self, layer: Layer) -> Callable[..., Any]:
-        def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start(self, layer: "Layer") -> Callable[..., Any]:
+        def start(module: "nn.Module", args: "tuple[Any, ...]", kwargs: "dict[str, Any]") -> Any:
             self._running.append(_Frame(layer))
             if not layer.grouped:
                 return None
@@ -138,7 +134,7 @@ class Watch(TorchFunctionMode):
         return self._product(frame.which or (step, index), input, weight, bias)
 
     def _experts(
-        self, layer: Layer, module: ExpertsModule, x_RK: Tensor, offs: Tensor, key: str,
+        self, layer: "Layer", module: ExpertsModule, x_RK: Tensor, offs: Tensor, key: str,
         bias_EN: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The products of an experts module, one expert after the other."""
@@ -273,8 +269,7 @@ def _why_not(module: nn.Module, name: str) -> str:
 def untouched(model: nn.Module) -> Iterator[None]:
     """A model whose buffers, and what te_mx modules remember, are what they were afterwards; random
     numbers of torch and of Python go on as if nothing had run. te_mx modules run in high precision
-    inside.
-    """
+    inside."""
     places = {t.device for t in (*model.parameters(), *model.buffers())}
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())

@@ -1,7 +1,5 @@
 """te_mx.inspect: a forward and a backward of a model, and what formats make of its tensors."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -68,8 +66,7 @@ def inspect(
             where there is no loss, and its gradients are not those of training; the report says so.
         gradients: False runs no backward, and reads x and w for fprop only.
         filter_fn: ``filter_fn(module, name)`` is False for layers to leave out.
-        scale_rule: how scales are chosen; None for "rceil", or the first rule of formats that do
-            not know it.
+        scale_rule: how scales are chosen; None for "rceil", or the first rule of a format without.
         alignment_spread: that of the recipe, for the classes of Hopper's tiles, see
             docs/numerics.md.
         max_elements: read at most about so many elements of a tensor for each direction, in stripes

@@ -3,8 +3,6 @@
 Everything is asked of the Format object, so a format that is registered tomorrow is measured too.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -35,8 +33,7 @@ class Sums:
     elements: `nonfinite` are NaN or Inf in x; `lost` are finite in x and not in q, because their
     block holds such a one (or they are rounded to what fp32 does not hold). exponents: how many
     blocks that are not all zero have a scale in [2^e, 2^(e+1)). tiles: how many have each class of
-    the layout `aligning` (its `class_names`); None for formats that it has no classes of.
-    """
+    the layout `aligning` (its `class_names`); None for formats that it has no classes of."""
 
     elements: int = 0
     signal: float = 0.0
@@ -49,7 +46,7 @@ class Sums:
     exponents: Counter[int] = field(default_factory=Counter)
     tiles: list[int] | None = None
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: "Sums") -> None:
         """Add what was measured of more elements."""
         for name in ("elements", "signal", "noise", *_COUNTED, "nonfinite"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -103,8 +100,7 @@ def measure(x: Tensor, formats: dict[Format, str], spread: int, most: int | None
     that of Hopper's tiles. Memory: some 40 bytes for each of CHUNK elements.
 
     Formats scale blocks, and rows or the tensor by their largest magnitude, so whole stripes of
-    rows are quantized by themselves.
-    """
+    rows are quantized by themselves."""
     totals = [Sums() for _ in formats]
     if not x.numel():
         return totals
@@ -162,12 +158,9 @@ def _measure(
     normal = magnitude >= 1 << element.mantissa_bits
     clamped = (magnitude == element.max_code) & (x.abs() > q.abs() * (1 + SLACK))
     counts = (
-        known & clamped,
-        used & ~normal,
-        known & (magnitude == 0) & (x != 0),
-        finite & ~known,
+        known & clamped, used & ~normal, known & (magnitude == 0) & (x != 0), finite & ~known,
         ~finite,
-    )
+    )  # fmt: skip
     saturated, subnormal, zeroed, lost, nonfinite = torch.stack(
         [c.count_nonzero() for c in counts]
     ).tolist()

@@ -1,7 +1,5 @@
 """What te_mx.inspect found: readings, and which of them are worst or lowest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -149,8 +147,7 @@ class Readings:
         """The n readings with the lowest SQNR: those that hold NaN or Inf first, without those that
         are all zero or exact. Of all formats and roles, or of one.
 
-        Raises TypeError or ValueError for arguments that are none.
-        """
+        Raises TypeError or ValueError for arguments that are none."""
         n = check_size("n", n)
         if fmt is not None:
             fmt = formats.get(fmt).name

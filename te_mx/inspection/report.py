@@ -1,7 +1,5 @@
 """The report of te_mx.inspect: readings as tables, JSON and a picture."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -56,8 +54,7 @@ class InspectionReport(Readings):
         """A picture: for each role a map of SQNR over layers and formats with the lowest of each
         format framed, shares of elements below, and Hopper's tile classes.
 
-        Raises ImportError without matplotlib.
-        """
+        Raises ImportError without matplotlib."""
         draw(self, _as_path(path))
 
 
@@ -218,8 +215,7 @@ MOST_NAMES = 40
 def draw(report: Readings, path: Path) -> None:
     """Write the picture as a PNG.
 
-    Raises ImportError without matplotlib.
-    """
+    Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -343,7 +339,7 @@ def _worth_a_name(values: list[list[float]]) -> list[int]:
 def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
     """What becomes of elements, one bar a format, over all layers."""
 
-    def shares(fmt: str) -> list[float]:
+    def shares(fmt: str) -> "list[float]":
         own = [r for r in report if r.role == role and r.format == fmt]
         return [mean_share(own, name) for name in SHARES]
 
@@ -356,7 +352,7 @@ def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
 def _tiles(axes: Any, report: Readings, role: str, fmts: list[str], first: bool) -> None:
     """The classes of Hopper's tiles, one bar a format."""
 
-    def shares(fmt: str) -> list[float]:
+    def shares(fmt: str) -> "list[float]":
         return mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
 
     names = aligning(report.about.alignment_spread).class_names

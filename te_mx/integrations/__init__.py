@@ -2,5 +2,4 @@
 theirs can only be met where they were imported already.
 
 And plugins for other libraries, which import those, and which users import by name:
-`hf_quantizer`, `lightning`, `peft`, `torchtitan_converter` and `transformers`.
-"""
+`hf_quantizer`, `lightning`, `peft`, `torchtitan_converter` and `transformers`."""

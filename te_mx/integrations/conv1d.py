@@ -1,7 +1,5 @@
 """GPT-2's Conv1D of Transformers: ``y = x @ weight + bias`` with a weight [in, out]."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -34,9 +34,6 @@ How: placeholders with the names and shapes of the files stand in the modules wh
 loads (renames, merges per-expert tensors, reads shards); then the modules take what has come.
 """
 
-from __future__ import annotations
-
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,8 +41,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -57,14 +52,8 @@ from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.api.quantization_config import quantization_config as say_what_it_holds
 from te_mx.conversion.layers import protected_in
 from te_mx.integrations.checkpoints import METHODS, Plan, plan_of
-from te_mx.integrations.checkpoints.tensors import (
-    Numbers,
-    OneAMatrix,
-    Scales,
-    put_placeholders,
-    refuse_casts,
-    take,
-)
+from te_mx.integrations.checkpoints.tensors import put_placeholders, refuse_casts, take
+from te_mx.integrations.hf_conversions import with_codes
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning
 from te_mx.weights.missing import claim
@@ -169,7 +158,7 @@ class TeMxQuantizer(HfQuantizer):
         ):
             head = None
 
-        def chosen(module: nn.Module, name: str) -> bool:
+        def chosen(module: "nn.Module", name: str) -> bool:
             if plan.experts_only:
                 return not isinstance(module, nn.Linear)
             # The layouts of per-expert tensors are those of Linear layers.
@@ -178,36 +167,9 @@ class TeMxQuantizer(HfQuantizer):
         return chosen
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
-        """Transformers' conversions, and beside each that merges or renames weights one for their
-        codes and one for their scales, as far as the model has such."""
-        names = "\n".join((self._model if model is None else model).state_dict())
-        made = []
-        for one in weight_conversions:
-            made.append(one)
-            if not isinstance(one, WeightConverter):
-                continue
-            sources, targets = one._original_source_patterns, one._original_target_patterns
-            if not all(source.endswith(".weight") for source in sources):
-                continue
-            code_end, scale_end, *number_end = self.plan.ends
-            steps: dict[str, tuple[list[Any], list[Any]]] = {code_end: ([], [])}
-            # float8_e4m3fn scales, of NVFP4, are merged as they are.
-            steps[scale_end] = ([] if number_end else [Scales(self.plan.has_bytes)], [])
-            if self.plan.of_tensor:
-                steps[scale_end] = [Numbers(self.number)], []
-            steps |= {
-                end: ([Numbers(self.number)], [OneAMatrix(len(sources))]) for end in number_end
-            }
-            for end, (first, last) in steps.items():
-                if end and re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
-                    given, made_of = ([one + end for one in each] for each in (targets, sources))
-                    made.append(_like(one, made_of, given, first, last))
-            if inputs := self.plan.inputs:
-                named = [f"{source.removesuffix('weight')}{inputs}" for source in sources]
-                targets = [f"{target}_{inputs}" for target in targets]
-                if re.search(f"{targets[0]}$", names, re.MULTILINE):
-                    made.append(_like(one, named, targets, [Numbers(self.number)], []))
-        return made
+        """Transformers' conversions, and beside them those of codes and scales."""
+        model = self._model if model is None else model
+        return with_codes(weight_conversions, model, self.plan, self.number)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module, masters in self._masters:
@@ -247,7 +209,9 @@ class OnTheFly(TeMxQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         HfQuantizer.__init__(self, quantization_config, **kwargs)
         if self.pre_quantized:
-            raise ValueError("NVFP4Config is for values; no files hold codes of quant_method 'nvfp4'")
+            raise ValueError(
+                "NVFP4Config is for values; no files hold codes of quant_method 'nvfp4'"
+            )
 
     def get_new_dtype(
         self, converter: Any, param: Any, dtype: torch.dtype | None
@@ -325,28 +289,6 @@ def _shapes_in(files: Any, end: str) -> Iterator[tuple[int, ...]]:
                         yield tuple(file.get_slice(name).get_shape())
 
 
-def _like(
-    converter: Any, sources: list[str], targets: list[str], first: list[Any], last: list[Any]
-) -> Any:
-    """A converter like this one, of tensors with other names, with these steps before and after."""
-    copy = WeightConverter(sources, targets, [*first, *converter.operations, *last])
-    for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
-        if hasattr(converter, name):
-            setattr(copy, name, getattr(converter, name))
-    return copy
-
-
-def convert_scales_too(model: Any, fields: dict[str, Any]) -> None:
-    """Have ``save_pretrained`` split and rename the scales of stacked experts as it does their
-    weights. `fields`: the model's quantization_config."""
-    known = getattr(model, "_weight_conversions", None)
-    if known is None:  # the model was not loaded: what save_pretrained would take
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        known = [one for one in found if not isinstance(one, PrefixChange)]
-    quantizer = TeMxQuantizer(TeMxConfig(**fields))
-    model._weight_conversions = quantizer.update_weight_conversions(known, model)
-
-
 def register() -> None:
     """Have from_pretrained give te_mx layers for the checkpoints listed above, until `unregister`.
     A second call changes nothing."""
@@ -386,7 +328,7 @@ def _config_class(method: str, before: Any) -> Any:
 
     class Chosen:
         @classmethod
-        def from_dict(cls, fields: dict[str, Any], **kwargs: Any) -> Any:
+        def from_dict(cls, fields: "dict[str, Any]", **kwargs: Any) -> Any:
             found = plan_of(fields)
             if isinstance(found, Plan):
                 return TeMxConfig(**fields)

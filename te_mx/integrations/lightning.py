@@ -5,10 +5,7 @@
     fabric = lightning.Fabric(plugins=[FabricMXPrecision()])
 
 The model is converted where Lightning converts models, and its steps run inside `te_mx.autocast`.
-Imports lightning, so nothing of te_mx imports it.
-"""
-
-from __future__ import annotations
+Imports lightning, so nothing of te_mx imports it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

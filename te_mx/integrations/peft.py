@@ -14,10 +14,7 @@ normalized input of a LayerNormLinear, so that adapters merge into its weight; o
 each group has its own A and B. DoRA as in peft, with the values of the codes in the place of the
 weight, decoded for the time of a norm.
 
-Imports peft, so nothing of te_mx imports it.
-"""
-
-from __future__ import annotations
+Imports peft, so nothing of te_mx imports it."""
 
 import copy
 import math
@@ -78,8 +75,7 @@ class _DoraOnCodes(DoraLinearVariant):
         y = W x + bias + (r - 1) W x' + r D x',  r = m / |W + D|
 
     with |.| the norms of rows, through which nothing trains (arXiv 2402.09353, section 4.3), and x'
-    = dropout(x), as in peft. W is decoded for the time of a norm.
-    """
+    = dropout(x), as in peft. W is decoded for the time of a norm."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:

@@ -1,8 +1,5 @@
 """What convert_model has to know of layers of another library that run in MXFP8 in place
-(fusion/class_swap.py): outside of te_mx.autocast their forward is the one that their class had.
-"""
-
-from __future__ import annotations
+(fusion/class_swap.py): outside of te_mx.autocast their forward is the one that their class had."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,11 +4,7 @@
 
 w1 and w3 are [E, hidden, dim], w2 is [E, dim, hidden]; later versions call them w1_EFD, w3_EFD and
 w2_EDF. Versions that hold one gate-up parameter, choose an activation or dispatch tokens inside of
-the module are told apart by their parameters, their modules and the arguments of their forward,
-and are not converted.
-"""
-
-from __future__ import annotations
+the module are told apart by parameters, modules and arguments, and are not converted."""
 
 import inspect
 from typing import Any

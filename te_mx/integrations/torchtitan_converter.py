@@ -8,10 +8,7 @@ Names, initialization, sharding and the state_dict stay torchtitan's. Versions b
 models that were built, as `te_mx.convert_model(model, recipe=...)` does. The experts of a mixture
 are converted so too (integrations/torchtitan.py).
 
-Imports torchtitan, so nothing of te_mx imports it.
-"""
-
-from __future__ import annotations
+Imports torchtitan, so nothing of te_mx imports it."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any

@@ -5,10 +5,7 @@
 
 Inside te_mx.autocast the experts of such a model run in MXFP8, outside as grouped_mm. For models
 that are there already te_mx.convert_model is the simpler way, and remembers what ran before. This
-one also reaches experts whose forward expert parallelism has replaced.
-"""
-
-from __future__ import annotations
+one also reaches experts whose forward expert parallelism has replaced."""
 
 from typing import Any
 
@@ -51,7 +48,7 @@ def te_mx_experts_forward(
             "experts_implementation, or run it under te_mx.autocast(enabled=False)"
         )
 
-    def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, offs: Tensor, key: str, bias: "Tensor | None") -> Tensor:
         return _product(self, x, offs, key, bias, settings)
 
     return run_experts(self, product, *given)

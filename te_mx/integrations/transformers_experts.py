@@ -2,13 +2,9 @@
 
     h = x @ gate_up_proj[e]^T + bias,  a = gate(h),  y = a @ down_proj[e]^T + bias
 
-for the tokens of every expert e, then each token's sum over its experts, weighted. Weights are
-[E, out, in], or [E, in, out] where the class says `is_transposed`; without a gate the first one is
-up_proj, and its activation is act_fn. The gate (halves, interleaved, clamped, ..) is the class's
-own.
-"""
-
-from __future__ import annotations
+for the tokens of every expert e, then each token's sum over its experts, weighted. Weights are [E,
+out, in], or [E, in, out] where the class says `is_transposed`; without a gate the first one is
+up_proj, and its activation is act_fn. The gate (halves, interleaved, ..) is the class's own."""
 
 import sys
 from collections.abc import Callable
@@ -48,8 +44,7 @@ class TransformersExperts(ExpertsModule):
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """(hidden states [T, H], experts of each token [T, k], their weights [T, k]) -> [T, H].
 
-        In MXFP8 inside `te_mx.autocast`, in every detail what the class does outside.
-        """
+        In MXFP8 inside `te_mx.autocast`, in every detail what the class does outside."""
         if args and isinstance(args[0], Proxy):
             return self._as_leaf(*args, **kwargs)
         each = self._settings_of_each()
@@ -60,10 +55,10 @@ class TransformersExperts(ExpertsModule):
         settings = dict(zip(keys_of(self), each, strict=True))
         alike = each[0] if all(one == each[0] for one in each) else None
 
-        def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
+        def product(x: Tensor, offs: Tensor, key: str, bias: "Tensor | None") -> Tensor:
             return self._product(x, offs, key, bias, settings[key])
 
-        def both(x: Tensor, to: Route, *biases: Tensor | None) -> Tensor | None:
+        def both(x: Tensor, to: Route, *biases: "Tensor | None") -> "Tensor | None":
             return self._both_products(x, to, biases, alike)
 
         return run_experts(self, product, *args, both=both, **kwargs)

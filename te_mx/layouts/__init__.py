@@ -2,8 +2,7 @@
 reads; a backend registers those of its own.
 
 A *spec* is what travels through ops beside codes and scales: "<format>@<layout>", such as
-"mxfp8_e4m3@rows". `spec_of` turns one into the objects.
-"""
+"mxfp8_e4m3@rows". `spec_of` turns one into the objects."""
 
 from te_mx.layouts.base import Layout
 from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS

@@ -2,10 +2,7 @@
 
 A quantized matrix is logical [rows, k], with blocks along k. Its format (te_mx.formats) says what
 its codes and scales are, its layout where they are: shapes, how to pack and unpack, what a kernel
-may expect of addresses. Plain torch is the specification; kernels must write the same bytes.
-"""
-
-from __future__ import annotations
+may expect of addresses. Plain torch is the specification; kernels must write the same bytes."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -72,8 +69,7 @@ class Layout:
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         """Shapes of codes (uint8) and scales, codes without the padding of their rows.
 
-        Raises ValueError for layouts in which no single matrix lies.
-        """
+        Raises ValueError for layouts in which no single matrix lies."""
         raise ValueError(f"te_mx: a single matrix does not lie in layout {self.name!r}")
 
     def scales_dtype(self, fmt: Format) -> torch.dtype:
@@ -150,11 +146,9 @@ class Layout:
 
     # --------------------------------------------------------------------------------- checks
     def checked(self, operand: Matrix, fmt: Format, name: str) -> Matrix:
-        """The operand with parts as kernels read them: contiguous, or as far apart as the layout
-        says.
+        """The operand with parts as kernels read them: contiguous, or as the layout says.
 
-        Raises ValueError when they are not those of a matrix [rows, k] in this layout.
-        """
+        Raises ValueError when they are not those of a matrix [rows, k] in this layout."""
         rows, k = operand.rows, operand.k
         return self._checked(operand, fmt, name, self.shapes(fmt, rows, k), (rows, k))
 

@@ -1,7 +1,5 @@
 """Quantized matrices, as ops take and return them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -26,8 +24,7 @@ class Operand(NamedTuple):
     stored, never guessed from the shape of the codes. `packed` is a form that a CPU kernel made of
     the same codes for itself, what lies aside of a weight that stands still in its layout, or
     None. `tensor_scale`, of formats that have one and of no others (NVFP4), is fp32 [], or
-    [rows, 1] with a scale for every row; of tokens in groups [groups] is one for each of them.
-    """
+    [rows, 1] with a scale for every row; of tokens in groups [groups] is one for each of them."""
 
     codes: Tensor
     scales: Tensor
@@ -63,7 +60,7 @@ class Operand(NamedTuple):
         fmt, layout = spec_of(self.spec)
         return layout.values(fmt, self.codes, self.scales, self.k, dtype)[: self.rows]
 
-    def group(self, start: int, end: int, group: int = 0) -> Operand:
+    def group(self, start: int, end: int, group: int = 0) -> "Operand":
         """The part of group number `group` of tokens, start to end, as a matrix; of rows that lie
         by themselves the number says nothing."""
         fmt, layout = spec_of(self.spec)
@@ -74,11 +71,10 @@ class Operand(NamedTuple):
             whole = whole[group] if whole.dim() == 1 else whole[start:end]
         return Operand(*parts, f"{fmt.name}@{layout.alone}", rows, k, None, whole)
 
-    def checked(self, name: str) -> Operand:
+    def checked(self, name: str) -> "Operand":
         """This operand with parts that lie as kernels read them.
 
-        Raises ValueError when its parts do not belong together.
-        """
+        Raises ValueError when its parts do not belong together."""
         codes, scales, spec, rows, k, _, whole = self
         expected = _expected.get((spec, rows, k))
         if (
@@ -115,7 +111,7 @@ class Operand(NamedTuple):
             _expected[spec, rows, k] = known
         return made
 
-    def checked_tokens(self, groups: int, name: str) -> Operand:
+    def checked_tokens(self, groups: int, name: str) -> "Operand":
         """The same of tokens of so many groups."""
         fmt, layout = spec_of(self.spec)
         return layout.checked_tokens(self, fmt, groups, name)
@@ -154,7 +150,7 @@ class Stack(NamedTuple):
         whole = None if self.tensor_scale is None else self.tensor_scale[i]
         return Operand(self.codes[i], self.scales[i], self.spec, self.rows, self.k, None, whole)
 
-    def checked(self, name: str) -> Stack:
+    def checked(self, name: str) -> "Stack":
         """As Operand.checked."""
         fmt, layout = spec_of(self.spec)
         return layout.checked_stack(self, fmt, name)
@@ -177,8 +173,7 @@ class Quantized(NamedTuple):
     """What one quantize call made of x [rows, cols]; parts that nobody asked for are None.
 
     row: logical [rows, k = cols]. col: logical [cols, k = rows]. col_sum [cols]: the sum of x over
-    its rows.
-    """
+    its rows."""
 
     row: Operand | None = None
     col: Operand | None = None

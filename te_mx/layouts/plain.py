@@ -3,10 +3,7 @@
 rows  codes [rows, k], scales [rows, blocks of k]: rowwise copies, and columnwise ones that are
       stored transposed
 cols  codes [k, rows], one a byte, scales [blocks of k, rows]: columnwise copies as they lie in the
-      matrix that was quantized
-"""
-
-from __future__ import annotations
+      matrix that was quantized"""
 
 from typing import Any
 
@@ -58,8 +55,7 @@ class GroupedCols(Layout):
 
     The scale rows of the group that starts at row s lie at s // block + its number, a closed form
     that needs no scan over the groups: scales [R // block + groups, columns] for every split.
-    Blocks hold one column: those of several would be of no use here, groups know no columns.
-    """
+    Blocks hold one column: those of several would be of no use here, groups know no columns."""
 
     name = "grouped_cols"
     k_first = True

@@ -1,7 +1,5 @@
 """The layouts by name, and specs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -49,8 +47,7 @@ _specs: dict[str, Spec] = {}
 def get(name: str) -> Layout:
     """The layout of a name, such as "rows", or "<family>:<number>".
 
-    Raises ValueError for a name that no layout has.
-    """
+    Raises ValueError for a name that no layout has."""
     found = _layouts.get(name)
     if found is None:
         family, _, number = name.partition(":")

@@ -3,8 +3,7 @@ by expert and cut into blocks, counts that only the device knows, weights quanti
 
 `fused_experts` is a whole mixture; `align_block_size` and `grouped_gemm` are its steps, with the
 arguments that vLLM gives to its own. Gradients do not flow through them: te_mx.grouped_linear and
-te_mx.GroupedLinear train.
-"""
+te_mx.GroupedLinear train."""
 
 from te_mx.moe.alignment import AlignedBlocks, align_block_size, batched_align_block_size
 from te_mx.moe.experts import ACTIVATIONS, fused_experts

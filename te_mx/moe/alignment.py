@@ -1,8 +1,6 @@
 """te_mx.moe.align_block_size and batched_align_block_size: routed rows sorted by expert, cut into
 blocks."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +19,7 @@ class AlignedBlocks(NamedTuple):
 
     sorted_token_ids [capacity]: routed rows of one expert after the other, each expert's filled up
     to whole blocks with the padding id, the number of routed rows. expert_ids [blocks]: the expert
-    of each block. num_tokens_post_padded [1]: how many positions count.
-    """
+    of each block. num_tokens_post_padded [1]: how many positions count."""
 
     sorted_token_ids: Tensor
     expert_ids: Tensor

@@ -1,7 +1,5 @@
 """Checks of what the functions of te_mx.moe are given, before anything runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

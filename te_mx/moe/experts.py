@@ -1,7 +1,5 @@
 """te_mx.moe.fused_experts: a whole mixture of gated MLPs on quantized weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,14 +30,10 @@ from te_mx.runtime.arguments import check_flag, check_one_of, check_place, shown
 OWNER = "fused_experts"
 # f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.
 ACTIVATIONS = {
-    "silu": Activation("swiglu"),
-    "gelu_tanh": Activation("geglu"),
-    "relu": Activation("reglu"),
-    "relu2": Activation("sreglu"),
-    "quick_gelu": Activation("qgeglu"),
-    "sigmoid": Activation("glu"),
+    "silu": Activation("swiglu"), "gelu_tanh": Activation("geglu"), "relu": Activation("reglu"),
+    "relu2": Activation("sreglu"), "quick_gelu": Activation("qgeglu"), "sigmoid": Activation("glu"),
     "swigluoai": Activation("clamped_swiglu"),
-}
+}  # fmt: skip
 _MOST_BLOCK = 64
 
 
@@ -62,8 +56,7 @@ def fused_experts(
 
     x is quantized once. The products with w13 are fp32 sums, rounded to the dtype of x; f(gate) *
     up is fp32, rounded to that dtype and quantized in the same step; the products with w2 stay
-    fp32, times topk_weights, and are added up in fp32 in the order of j. No host waits for a
-    device.
+    fp32, times topk_weights, and are added up in fp32 in the order of j. No host waits.
 
     Args:
         x: [M, H], fp32, bf16 or fp16.

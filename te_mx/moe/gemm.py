@@ -1,7 +1,5 @@
 """te_mx.moe.grouped_gemm: routed rows times the weights of their experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """te_mx.moe.pack_experts: weights of experts in the one form that every product with them reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

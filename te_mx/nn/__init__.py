@@ -1,5 +1,4 @@
-"""Modules: nn.Module subclasses that run in MXFP8 under te_mx.autocast and are plain torch modules
-elsewhere."""
+"""Modules: they run in MXFP8 under te_mx.autocast and are plain torch modules elsewhere."""
 
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear

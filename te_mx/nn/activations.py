@@ -14,8 +14,6 @@ clamped_swiglu        y sigmoid(alpha y) (clamp(b, -limit, limit) + offset), y =
 ====================  ==========================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,12 +1,8 @@
-"""The arguments that constructors share, and arguments of Transformer Engine's modules that te_mx
-does not have.
+"""The arguments that constructors share, and those of Transformer Engine that te_mx does not have.
 
 Of these one table for every module: each is accepted at its default, so that code written for
 Transformer Engine constructs and calls te_mx modules unchanged, and refused by name when it is set.
-tests/compat holds the table to the list of Transformer Engine's arguments.
-"""
-
-from __future__ import annotations
+tests/compat holds the table to the list of Transformer Engine's arguments."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -125,7 +121,7 @@ class Options:
     def __init__(self, kind: str, given: Mapping[str, Any], *sizes: str) -> None:
         self._owner, self.given = f"te_mx.{kind}", dict(given)
 
-        def some(names: Iterable[str]) -> dict[str, Any]:
+        def some(names: "Iterable[str]") -> "dict[str, Any]":
             return {name: given[name] for name in names if name in given}
 
         if kind in CONSTRUCTORS:

@@ -1,10 +1,6 @@
-"""What the modules that run in MXFP8 share: settings of a forward, kept weights, names, checks and
-checkpoints.
+"""What the modules that run in MXFP8 share: settings, kept weights, names, checks and checkpoints.
 
-reset_parameters() of the modules.
-"""
-
-from __future__ import annotations
+reset_parameters() of the modules."""
 
 import itertools
 from collections.abc import Callable, Sequence, Set
@@ -53,8 +49,7 @@ def clear_high_precision_init_val(parameter: Any) -> None:
 
 
 class Resettable:
-    """Mixin of the modules, beside an nn.Module: initial values, also for parameters on the meta
-    device."""
+    """Mixin of the modules, beside an nn.Module: initial values, also of meta parameters."""
 
     _building: bool = False  # in the constructor, which leaves the meta device alone
     _preserves: bool = False  # copies of what weights start with

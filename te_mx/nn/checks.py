@@ -1,14 +1,10 @@
 """What a quantized forward asks of its input and of every parameter that it reads.
 
 Parameters may be replaced at any time (by name, by load_state_dict(assign=True), on the meta
-device), so this is asked in every call, before any address is taken. Outside te_mx.autocast torch's
-own functions ask.
+device), so this is asked in every call, before any address is taken. Elsewhere torch asks.
 
 Checks of the arguments that the constructors of the modules share; each raises before a
-parameter is made, and names the module and the argument.
-"""
-
-from __future__ import annotations
+parameter is made, and names the module and the argument."""
 
 import math
 from collections.abc import Sequence
@@ -118,9 +114,8 @@ class Checked:
         raise NotImplementedError
 
     def _checked(self, inp: Tensor) -> tuple[Any, Any, Any]:
-        """Weight, bias, and the bias that is added, of a layer with one weight: raises unless
-        y = inp @ weight.T + bias can run quantized. One look where everything is as usual, all
-        checks where it is not."""
+        """Weight, bias, and the bias that is added, of a layer with one weight: raises unless y =
+        inp @ weight.T + bias can run quantized. One look where all is as usual."""
         layer: Any = self
         rows, cols = layer.out_features, layer.in_features
         held = layer._parameters

@@ -1,8 +1,5 @@
 """Warnings for models that were converted and do not run in MXFP8 after all: trained outside of
-te_mx.autocast, or with layers that something else replaced.
-"""
-
-from __future__ import annotations
+te_mx.autocast, or with layers that something else replaced."""
 
 import warnings
 import weakref

@@ -1,9 +1,6 @@
 """te_mx.GroupedLinear: one linear layer for each expert of a mixture, in one call.
 
-m_splits of grouped layers: rows of every group, as a list or an int tensor.
-"""
-
-from __future__ import annotations
+m_splits of grouped layers: rows of every group, as a list or an int tensor."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -27,12 +24,9 @@ from te_mx.weights.state_dict import SCALES, WHOLE
 
 
 def groups_of(
-    m_splits: Sequence[int] | Tensor,
-    num_gemms: int,
-    rows: int,
-    device: torch.device,
+    m_splits: Sequence[int] | Tensor, num_gemms: int, rows: int, device: torch.device,
     label: Callable[[], str],
-) -> Groups:
+) -> Groups:  # fmt: skip
     """End offsets of splits, checked where the host can look at them without waiting.
 
     Raises ValueError or TypeError for splits that are not those of num_gemms groups of `rows` rows.
@@ -211,8 +205,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         out: None = None,
         dgrad_out: None = None,
     ) -> Any:
-        """inp [..., in_features] -> [..., out_features], or a pair with the biases under
-        `return_bias`.
+        """inp [..., in_features] -> [..., out_features], and the biases under `return_bias`.
 
         Args:
             inp: fp32, bf16 or fp16; its rows (leading dimensions flattened) are grouped: first

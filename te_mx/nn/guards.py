@@ -1,8 +1,5 @@
 """Whether a module that runs fused where it stands still is what was found when it was fused: its
-attributes, functions, hooks and layers.
-"""
-
-from __future__ import annotations
+attributes, functions, hooks and layers."""
 
 from typing import Any
 

@@ -2,8 +2,6 @@
 the dtype of its weights, for routers and heads, and sums in an order of their own.
 docs/invariance.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -27,8 +25,7 @@ class InvariantLinear(nn.Linear):
 
     ``y = x @ weight.T + bias`` in the dtype of the weight, by torch, 64 rows at a time on GPUs and
     16 on CPUs, with zeros behind the last ones. So one row costs as much as 16 or 64, and many rows
-    read the weight once for each of these. Arguments and errors are those of nn.Linear.
-    """
+    read the weight once for each of these. Arguments and errors are those of nn.Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., in_features], dense -> [.., out_features]."""
@@ -50,8 +47,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def sum_of_keys(x: Tensor) -> Tensor:
-    """Sums over the last dimension, 64 numbers and then the next ones: zeros behind the last do not
-    change them."""
+    """Sums over the last dimension, 64 numbers, then the next: zeros at the end change nothing."""
     parts = tree_sum(F.pad(x, (0, -x.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS)))
     total = parts[..., 0]
     for i in range(1, parts.shape[-1]):

@@ -1,7 +1,5 @@
 """te_mx.LayerNormLinear: a normalization and a linear layer in one module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -45,12 +43,10 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         tp_group, tp_size, parallel_mode, sequence_parallel: the layer is shared by the ranks of a
             process group, as in Transformer Engine: docs/distributed.md. The group may come later,
             by `set_tensor_parallel_group`.
-        transformer_engine: further arguments of Transformer Engine's LayerNormLinear, at their
-            defaults.
+        transformer_engine: Transformer Engine's further arguments, at their defaults.
 
     Raises:
-        TypeError, ValueError: an argument of a wrong type or value, by name, or arguments that
-            disagree.
+        TypeError, ValueError: a wrong type or value, by name, or arguments that disagree.
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
@@ -118,8 +114,7 @@ class LayerNormLinear(split.SplitWeight, NormModule):
             ValueError: the last dimension of `inp` is not in_features, or a parameter has another
                 shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
-                te_mx.autocast.
+            RuntimeError: backward recomputes it and cannot know the recipe, see te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """

@@ -1,7 +1,5 @@
 """te_mx.LayerNormMLP: a normalization and two linear layers with an activation between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,19 +55,16 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         name: shown in errors and by `te_mx.audit`.
         fuse_wgrad_accumulation, delay_wgrad_compute: as for te_mx.Linear, for both weights; one
             `backward_dw` computes the gradients of both.
-        seq_length, micro_batch_size: Transformer Engine's hints of what to compile ahead; of no
-            effect.
+        seq_length, micro_batch_size: Transformer Engine's hints, of no effect.
         checkpoint: keep the input alone for backward and run the module again there
             (torch.utils.checkpoint): the same bits, for less memory and one forward more.
         tp_group, tp_size, set_parallel_mode, sequence_parallel: fc1 and fc2 are shared by the ranks
             of a process group, as in Transformer Engine: docs/distributed.md. The group may come
             later, by `set_tensor_parallel_group`.
-        transformer_engine: further arguments of Transformer Engine's LayerNormMLP, at their
-            defaults.
+        transformer_engine: Transformer Engine's further arguments, at their defaults.
 
     Raises:
-        TypeError, ValueError: an argument of a wrong type or value, by name, or arguments that
-            disagree.
+        TypeError, ValueError: a wrong type or value, by name, or arguments that disagree.
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
@@ -145,8 +140,7 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
             ValueError: the last dimension of `inp` is not hidden_size, or a parameter has another
                 shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
-                te_mx.autocast.
+            RuntimeError: backward recomputes it and cannot know the recipe, see te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
@@ -167,8 +161,7 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
 
     def _in_two(self, inp: Tensor, first: bool | None, settings: Mixed) -> Any:
         """A forward where fc1 and fc2 run with different recipes: as a te_mx.LayerNormLinear, an
-        activation, and a te_mx.Linear.
-        """
+        activation, and a te_mx.Linear."""
         one, two = settings.each
         p, bias, _ = self._read(inp)
         source, queue, tags = self._source, self._queue_of_call(), self._tags()

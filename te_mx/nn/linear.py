@@ -1,7 +1,5 @@
 """te_mx.Linear: nn.Linear that runs in MXFP8 under te_mx.autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,8 +18,7 @@ class Linear(split.SplitWeight, MXModule, nn.Linear):
     default), and exactly nn.Linear outside.
 
     Parameters, their names, their default initialization and the state_dict are those of nn.Linear,
-    so checkpoints go both ways; ``_extra_state`` of a Transformer Engine checkpoint is accepted and
-    ignored.
+    so checkpoints go both ways; ``_extra_state`` of Transformer Engine is accepted and ignored.
 
     The input, the weight and the output gradient are quantized in blocks along the reduction
     dimension of the GEMM that they enter, and each is read once. What backward needs is saved as
@@ -70,8 +67,7 @@ class Linear(split.SplitWeight, MXModule, nn.Linear):
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
-    # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
-    # place.
+    # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class.
     weight: Any = missing.Weight()
     return_bias: bool = False
     init_method: Callable[[Tensor], Any] | None = None
@@ -134,8 +130,7 @@ class Linear(split.SplitWeight, MXModule, nn.Linear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """inp [..., in_features] -> [..., out_features], or a pair with the bias under
-        `return_bias`.
+        """inp [..., in_features] -> [..., out_features], and the bias under `return_bias`.
 
         Args:
             inp: fp32, bf16 or fp16 (any dtype of nn.Linear outside autocast); any strides.
@@ -153,8 +148,7 @@ class Linear(split.SplitWeight, MXModule, nn.Linear):
             ValueError: the last dimension of `inp` is not in_features, or a parameter has another
                 shape than the layer's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
-                te_mx.autocast.
+            RuntimeError: backward recomputes it and cannot know the recipe, see te_mx.autocast.
             NotImplementedError: a data-parallel wrapper would lose the weight gradient; or
                 forward-mode AD or a transform of torch.func follows `inp` or a parameter, in MXFP8
                 (one level of grad, grad_and_value or vjp may).

@@ -2,10 +2,7 @@
 normalization and one linear layer behind it, or two with an activation between them.
 
 Normalizations outside of MXFP8: torch's own functions, in fp32 where torch's would add up the
-gradients of 16-bit parameters in 16 bits.
-"""
-
-from __future__ import annotations
+gradients of 16-bit parameters in 16 bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,8 +51,7 @@ def layer_norm(
 
     There torch adds up the gradients of weight and bias, one number for every row, in the dtype of
     x: of 8,192 ones in bf16 that makes 256. Here x, weight and bias are fp32 inside, and each
-    gradient is rounded once, to the dtype of what it belongs to.
-    """
+    gradient is rounded once, to the dtype of what it belongs to."""
     if sums_in_fp32(x):
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()

@@ -1,9 +1,6 @@
 """How ranks share a layer, as DTensors or with a process group, and Transformer Engine's arguments
 of the latter: tp_group, tp_size, parallel_mode, sequence_parallel and set_tensor_parallel_group.
-Then parameters are what this rank has; te_mx/distributed/tensor_parallel.py runs the layer.
-"""
-
-from __future__ import annotations
+Then parameters are what this rank has; te_mx/distributed/tensor_parallel.py runs the layer."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -33,8 +30,7 @@ def biases_of_sum(names: Iterable[str], modes: Sequence[str]) -> tuple[str, ...]
 
 class Shared(NamedTuple):
     """How a layer is shared: column (out_features), row (in_features), or both, the two layers of
-    LayerNormMLP; between how many ranks; whether tokens are sharded around it, along dimension
-    0."""
+    LayerNormMLP; between how many ranks; whether tokens are sharded around it."""
 
     mode: str
     size: int
@@ -44,8 +40,7 @@ class Shared(NamedTuple):
 def shared(
     owner: str, mode: Any, tp_group: Any, tp_size: Any, sequence_parallel: Any
 ) -> Shared | None:
-    """The arguments of a constructor, None for a layer that one rank has. A group counts, not the
-    size beside it.
+    """The arguments of a constructor, None for a layer of one rank. A group counts, not the size.
 
     Raises:
         TypeError, ValueError: one of a wrong type or value, by name.
@@ -65,8 +60,7 @@ def shared(
 def part(owner: str, how: Shared | None, mode: str, name: str, size: int) -> int:
     """What this rank has of a size that is shared in this mode, or all of it.
 
-    Raises ValueError where ranks would have parts of different sizes.
-    """
+    Raises ValueError where ranks would have parts of different sizes."""
     ranks = ranks_of(how, mode)
     if size % ranks:
         raise ValueError(
@@ -124,8 +118,7 @@ class TensorParallelGroup(Marked):
 
     def _mark(self) -> None:
         """Transformer Engine's attributes of parameters, which trainers read: whose gradients they
-        sum over the group, and what each rank has a part of. New and copied parameters have none
-        of them."""
+        sum over the group, and what each rank has a part of. New and copied ones have none."""
         self._mark_delayed()  # type: ignore[attr-defined]
         if self._mode is None:
             return

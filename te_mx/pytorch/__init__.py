@@ -3,8 +3,7 @@
 
 Modules are built as Transformer Engine builds them: its order of arguments, its parameter names
 and initialization, on the GPU where there is one. docs/transformer_engine.md says what there is,
-what is mapped to something else and what is refused.
-"""
+what is mapped to something else and what is refused."""
 
 from te_mx.pytorch.absent import reader
 from te_mx.pytorch.attention import (

@@ -1,9 +1,6 @@
 """Names of Transformer Engine that te_mx does not have, each with the reason: reading one in
 te_mx.pytorch or a module of it raises AttributeError that says so. `from .. import name` raises
-Python's ImportError, by which frameworks such as Megatron-LM find out what there is.
-"""
-
-from __future__ import annotations
+Python's ImportError, by which frameworks such as Megatron-LM find out what there is."""
 
 from collections.abc import Callable
 from typing import Any

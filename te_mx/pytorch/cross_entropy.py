@@ -1,8 +1,5 @@
 """Cross entropy over a vocabulary that may be cut between processes, of
-``transformer_engine.pytorch.cross_entropy``.
-"""
-
-from __future__ import annotations
+``transformer_engine.pytorch.cross_entropy``."""
 
 from typing import Any
 
@@ -93,8 +90,7 @@ def parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """With x the logits of a token, t its target, V words and smoothing e:
     ``loss = log sum exp(x) - (1 - e) x[t] - e / V sum(x)``,
-    ``dx = softmax(x) - (1 - e) [word == t] - e / V``.
-    """
+    ``dx = softmax(x) - (1 - e) [word == t] - e / V``."""
 
     @staticmethod
     def forward(

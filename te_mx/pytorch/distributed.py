@@ -1,7 +1,5 @@
 """Activation checkpointing of ``transformer_engine.pytorch.distributed``."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs under the arguments of ``transformer_engine.pytorch.graph``."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules of ``transformer_engine.pytorch.module``, and its padding, which te_mx has no need of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

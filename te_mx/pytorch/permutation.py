@@ -2,10 +2,7 @@
 
 In torch's own operations: differentiable, and the host waits for no device but where a size depends
 on the data. The row maps are te_mx's own: int32 [tokens, experts] (or [tokens, top_k] of
-map_type="index"), the permuted row of each pair, -1 where there is none.
-"""
-
-from __future__ import annotations
+map_type="index"), the permuted row of each pair, -1 where there is none."""
 
 from typing import Any
 
@@ -64,8 +61,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_permute` with map_type="mask", and the probabilities [tokens, experts] in the same
-    order.
+    """`moe_permute` with map_type="mask", and probabilities [tokens, experts] in the same order.
 
     Returns:
         Permuted tokens, permuted probabilities [num_out_tokens], the row map.

@@ -1,10 +1,9 @@
 """Regions and questions of ``transformer_engine.pytorch.quantization``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from te_mx.common.recipe import RecipeWarning
 from te_mx.context.region import autocast, current_recipe, fp8_autocast
 from te_mx.nn.base import preserves
-from te_mx.recipe import Recipe, get_default_recipe, is_mxfp8_available, resolve_recipe
+from te_mx.recipe import get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.runtime.arguments import check_flag
 
 __all__ = [
@@ -125,59 +124,16 @@ class _Absent(type):
 
 class FP8GlobalStateManager(metaclass=_Absent):
     """What scripts ask the state of Transformer Engine for. te_mx has none beside its regions,
-    which belong to a thread or task: these methods answer about the innermost one."""
+    which belong to a thread or task: these answer about the innermost one. Nothing is calibrated or
+    reduced over processes, parameters are in high precision, and `reset` has nothing to reset."""
 
-    @classmethod
-    def reset(cls) -> None:
-        """Changes nothing: no histories or buffers are kept between calls, and whoever entered a
-        region leaves it."""
-
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
-        """Whether this is inside of an enabled region."""
-        return current_recipe() is not None
-
-    @classmethod
-    def is_fp8_calibration(cls) -> bool:
-        """False: there is nothing to calibrate."""
-        return False
-
-    @classmethod
-    def with_fp8_parameters(cls) -> bool:
-        """False: parameters are in high precision, see `quantized_model_init`."""
-        return False
-
-    @classmethod
-    def with_high_precision_init_val(cls) -> bool:
-        """Whether modules made here preserve what their weights start with."""
-        return preserves.get()
-
-    @classmethod
-    def get_fp8_recipe(cls) -> Recipe:
-        """The recipe of the region, or the default one."""
-        return current_recipe() or get_default_recipe()
-
-    @classmethod
-    def get_fp8_group(cls) -> None:
-        """None: no largest values are reduced over processes."""
-        return
-
-    @classmethod
-    def is_fp8_available(cls) -> tuple[bool, str]:
-        """(whether FP8 recipes can run here, why not)."""
-        return is_fp8_available(return_reason=True)  # type: ignore[return-value]
-
-    @classmethod
-    def is_mxfp8_available(cls) -> tuple[bool, str]:
-        """(whether MXFP8 can run here, why not)."""
-        return is_mxfp8_available(return_reason=True)  # type: ignore[return-value]
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        """(whether Float8BlockScaling can run here, why not)."""
-        return is_fp8_block_scaling_available(return_reason=True)  # type: ignore[return-value]
-
-    @classmethod
-    def is_nvfp4_available(cls) -> tuple[bool, str]:
-        """(whether NVFP4 can run here, why not)."""
-        return is_nvfp4_available(return_reason=True)  # type: ignore[return-value]
+    reset = get_fp8_group = staticmethod(lambda: None)
+    is_fp8_calibration = with_fp8_parameters = staticmethod(lambda: False)
+    is_fp8_enabled = staticmethod(lambda: current_recipe() is not None)
+    get_fp8_recipe = staticmethod(lambda: current_recipe() or get_default_recipe())
+    with_high_precision_init_val = staticmethod(preserves.get)
+    # (whether such recipes can run here, why not)
+    is_fp8_available = staticmethod(partial(is_fp8_available, True))
+    is_mxfp8_available = staticmethod(partial(is_mxfp8_available, True))
+    is_fp8_block_scaling_available = staticmethod(partial(is_fp8_block_scaling_available, True))
+    is_nvfp4_available = staticmethod(partial(is_nvfp4_available, True))

@@ -1,8 +1,4 @@
-"""An `import transformer_engine` that finds te_mx, for code that cannot be changed. Opt-in, never
-on the path by itself.
-"""
-
-from __future__ import annotations
+"""An `import transformer_engine` that finds te_mx, for code that cannot be changed. Opt-in."""
 
 import importlib
 import sys

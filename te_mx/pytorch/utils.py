@@ -1,7 +1,5 @@
 """Functions of ``transformer_engine.pytorch.utils`` that scripts import."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """CustomRecipe: a function that is asked about every layer by name, and `overrides`: a recipe, and
 other ones for the layers that a pattern names."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch
@@ -33,8 +31,7 @@ class QuantizerRole:
     module_type: "linear" or "grouped_linear". tensor_type: "input", "weight" or "grad_output".
     name: of the layer, "" for one without. A module with several weights asks about each under a
     name of its own: those of a te_mx.LayerNormMLP end in ".fc1" and ".fc2", those of experts in the
-    names of their parameters.
-    """
+    names of their parameters."""
 
     module_type: str = ""
     tensor_type: str = ""
@@ -51,8 +48,7 @@ class Quantizer(NamedTuple):
     fmt: a name of te_mx.formats.names(), a short one, or a te_mx.formats.Format. rule: its scale
     rule, "" for its first one ("rceil", "pow2"); of gradients also with "+sr", rounded
     stochastically. columnwise: another format of what wgrad (of inputs and gradients) and dgrad (of
-    weights) read; of wgrad also with a transform, "mxfp4+rht32:0x5b39a1c6". None for the same.
-    """
+    weights) read; of wgrad also with a transform, "mxfp4+rht32:0x5b39a1c6". None for the same."""
 
     fmt: str | formats.Format
     rule: str = ""
@@ -374,8 +370,7 @@ def overrides(recipe: Any, patterns: Mapping[str, Any]) -> CustomRecipe:
         in a region a pattern may match nothing.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: what is no recipe, no pattern, or another
-            CustomRecipe.
+        TypeError, ValueError, NotImplementedError: no recipe, no pattern, or a CustomRecipe.
     """
     if not isinstance(patterns, Mapping) or not all(isinstance(key, str) for key in patterns):
         raise TypeError(

@@ -1,7 +1,5 @@
 """Blockwise FP8 recipes: Transformer Engine's Float8BlockScaling, and DeepSeek-V3's."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -205,8 +203,7 @@ def fields_of(theirs: Any) -> dict[str, Any]:
     quantizers read: fields of te_mx's recipe.
 
     Its `use_f32_scales` sets these by its default only, so that Transformer Engine overlooks one
-    that is passed. Here it counts, unless the QParams were changed as well.
-    """
+    that is passed. Here it counts, unless the QParams were changed as well."""
     roles = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     params: list[Any] = [getattr(theirs, role, None) for role in roles]
     if any(one is None for one in params):

@@ -1,7 +1,5 @@
 """The MXFP4 recipe: 4-bit operands in the forward pass, or in all three GEMMs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from te_mx.formats.hadamard import SIGNS, SIZES, Hadamard
@@ -41,8 +39,7 @@ class MXFP4BlockScaling(Recipe):
         stochastic_rounding: of gradients; None for that of g in MXFP4 alone.
         hadamard: size of the transform of both sides of wgrad, 16 or 32, or 0 for none; None for 32
             where g is MXFP4, else 0.
-        hadamard_signs: its random signs, 32 bits: bit i is that of the elements i modulo 32 of the
-            tokens.
+        hadamard_signs: its random signs, 32 bits: bit i is that of tokens i modulo 32.
         one_copy_weights: derive dgrad's operand from the rowwise codes, so that dgrad multiplies
             the weight that fprop multiplied, up to a second rounding where that is MXFP4.
         backward_override, precision, alignment_spread, wgrad_with_hp, split_k, keep_weight_columns:
@@ -109,11 +106,9 @@ class MXFP4BlockScaling(Recipe):
         stochastic = four if self.stochastic_rounding is None else self.stochastic_rounding
         made = settings_of(self, self.x, self.w, self.g)
         return made._replace(
-            x_col=_unless(x_col, self.x),
-            w_col=_unless(w_col, self.w),
-            g_col=_unless(g_col, self.g),
-            g_rule=self.scale_rule + STOCHASTIC if stochastic else "",
-        )
+            x_col=_unless(x_col, self.x), w_col=_unless(w_col, self.w),
+            g_col=_unless(g_col, self.g), g_rule=self.scale_rule + STOCHASTIC if stochastic else "",
+        )  # fmt: skip
 
 
 def _unless(name: str, same: str) -> str:

@@ -1,7 +1,5 @@
 """MXFP8 recipes, with the fields of Transformer Engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import Enum
 from typing import Any, NamedTuple
@@ -91,8 +89,7 @@ class FormatRange(NamedTuple):
 
 
 class Format(Enum):
-    """Element formats of the operands; ``.value.max_fwd`` and ``.value.max_bwd`` are the largest
-    values.
+    """Element formats of the operands; ``.value.max_fwd``, ``.value.max_bwd``: the largest values.
 
     ============  ====================  ==============
     member        inputs and weights    gradients
@@ -121,8 +118,7 @@ class MXFP8BlockScaling(Recipe):
 
     Args:
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID` (gradients in E5M2), te_mx's or
-            Transformer Engine's. `Format.E5M2` is rejected: two mantissa bits are too few for
-            inputs and weights.
+            Transformer Engine's. `Format.E5M2` is rejected: two mantissa bits are too few.
         scale_rule: how a block's scale follows from its largest magnitude ``amax``, with ``max``
             the format's largest value and ``emax`` its exponent. ``"rceil"``: ``2^ceil(log2(amax /
             max))``, nothing finite saturates. ``"floor"`` (the OCP text): ``2^(floor(log2(amax)) -
@@ -153,11 +149,10 @@ class MXFP8BlockScaling(Recipe):
             te_mx.freeze_weights) then takes 1.03 bytes a parameter instead of 2.06. dgrad sees the
             values of fprop, but for elements far below the largest of their column block
             (docs/numerics.md).
-        split_k: let GEMMs at precision ``"adaptive"`` on GPUs cut K into parts where D is
-            too small to fill the chip (``te_mx.explain`` says into how many). Sums then have
-            another order, which depends on the sizes and the GPU, so that a layer's bits may differ
-            from those of the same layer in a `te_mx.GroupedLinear`, which never cuts. No effect
-            elsewhere.
+        split_k: let GEMMs at precision ``"adaptive"`` on GPUs cut K into parts where D is too small
+            to fill the chip (``te_mx.explain`` says into how many). Sums then have another order,
+            which depends on the sizes and the GPU, so that a layer's bits may differ from those of
+            the same layer in a `te_mx.GroupedLinear`, which never cuts.
         keep_weight_columns: make dgrad's operand of a weight in forward, in the read that makes
             fprop's, and keep it for backward: 1.03 bytes a parameter of every layer that waits for
             its backward pass. By default backward quantizes the weight again, to the same bytes,

@@ -1,7 +1,5 @@
 """The NVFP4 recipe of Transformer Engine: 4-bit operands in all three GEMMs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from te_mx.formats.hadamard import Hadamard
@@ -45,8 +43,7 @@ class NVFP4BlockScaling(Recipe):
         row_scaled_activation: inputs of fprop have one fp32 scale a row, so that a row does not
             depend on its neighbours.
         nvfp4_4over6: "none", "weights", "activations" or "all": of which operands of fprop (of
-            weights in dgrad, of inputs in wgrad) each block tries two scales and takes the one with
-            the smaller error.
+            weights in dgrad, of inputs in wgrad) each block takes the better of two scales.
         nvfp4_4over6_e4m3_use_256: of which of these the largest block scale is 256 in place of 448,
             so that both scales fit.
         nvfp4_4over6_err_mode: "MAE" or "MSE".
@@ -116,11 +113,9 @@ class NVFP4BlockScaling(Recipe):
         rule, w_rule = self.scale_rule, self._rule("weights")
         g_rule = "te" if self.disable_stochastic_rounding else "te" + STOCHASTIC
         return settings_of(self, x, w, "nvfp4")._replace(
-            x_col="" if columns == x else columns,
-            g_col="" if columns == "nvfp4" else columns,
-            g_rule="" if g_rule == rule else g_rule,
-            w_rule="" if w_rule == rule else w_rule,
-        )
+            x_col="" if columns == x else columns, g_col="" if columns == "nvfp4" else columns,
+            g_rule="" if g_rule == rule else g_rule, w_rule="" if w_rule == rule else w_rule,
+        )  # fmt: skip
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:

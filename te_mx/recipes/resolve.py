@@ -1,7 +1,5 @@
 """What recipe arguments mean: te_mx's, Transformer Engine's, None."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import Enum
 from typing import Any
@@ -17,17 +15,13 @@ from te_mx.runtime.arguments import check_flag, shown
 _DEFAULT = MXFP8BlockScaling()  # handed out to nobody who might change it
 DEFAULT_SETTINGS = _DEFAULT.settings
 NAMED: dict[str, Recipe] = {
-    "mxfp8": _DEFAULT,
-    "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "mxfp8": _DEFAULT, "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "mxfp8-floor": MXFP8BlockScaling(scale_rule="floor"),
     "mxfp8-exact": MXFP8BlockScaling(precision="exact"),
     "mxfp8-invariant": MXFP8BlockScaling(precision="invariant"),
-    "float8_block": Float8BlockScaling(),
-    "deepseek_v3": DeepSeekV3(),
-    "mxfp4": MXFP4BlockScaling(),
-    "mxfp4_all": MXFP4BlockScaling(g="mxfp4"),
-    "nvfp4": NVFP4BlockScaling(),
-}
+    "float8_block": Float8BlockScaling(), "deepseek_v3": DeepSeekV3(), "mxfp4": MXFP4BlockScaling(),
+    "mxfp4_all": MXFP4BlockScaling(g="mxfp4"), "nvfp4": NVFP4BlockScaling(),
+}  # fmt: skip
 # Recipes of Transformer Engine by name: te_mx's, and its fields. Constants, because Dynamo does not
 # trace dataclasses.fields of a class.
 _OURS = {
@@ -43,8 +37,7 @@ def get_default_recipe() -> MXFP8BlockScaling:
 
 
 def resolve_recipe(recipe: Any) -> Recipe:
-    """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe, a
-    name one of these:
+    """A recipe argument as a te_mx recipe; None is the default recipe, a name one of these:
 
     ``"mxfp8"``         `MXFP8BlockScaling()`, the default; ``"mxfp8-hybrid"`` with E5M2 gradients,
                         ``"mxfp8-floor"`` with the scale rule of the OCP text, ``"mxfp8-exact"``
@@ -56,14 +49,12 @@ def resolve_recipe(recipe: Any) -> Recipe:
     Whoever keeps the result takes a copy, which nobody else changes.
 
     Transformer Engine's ``MXFP8BlockScaling``, ``Float8BlockScaling`` and ``NVFP4BlockScaling`` are
-    accepted and mean the same. They are known by their names, so that nothing of Transformer Engine
-    is imported.
+    accepted and mean the same. They are known by name: nothing is imported.
 
     Raises:
         TypeError: `recipe` is neither a recipe object nor a name.
         ValueError: a name that is not among these.
-        NotImplementedError: a recipe of Transformer Engine for another format, or with a field that
-            te_mx does not do.
+        NotImplementedError: a recipe of Transformer Engine, or a field, that te_mx does not have.
     """
     if recipe is None:
         return _DEFAULT
@@ -115,8 +106,7 @@ def _translated(recipe: Any) -> Recipe:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether MXFP8 modules can run here: always True, because every device has at least the
-    reference backend.
+    """Whether MXFP8 modules can run here: always True, as every device has the reference backend.
 
     Whether they run *fast* is another question: see `te_mx.explain`.
 

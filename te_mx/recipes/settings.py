@@ -1,7 +1,4 @@
-"""Settings: a recipe as the plain tuple that modules read and that torch.compile guards on by
-value."""
-
-from __future__ import annotations
+"""Settings: a recipe as the plain tuple that modules read and torch.compile guards on by value."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,12 +14,10 @@ class Settings(NamedTuple):
 
     x, w, g: names of the formats of inputs, weights and output gradients; x_col, w_col, g_col:
     those of their columnwise operands (of wgrad, dgrad and wgrad), g_rule and w_rule: the rules of
-    gradients and of weights; "" for the same. backward: None runs the
-    backward GEMMs on quantized operands, "high_precision" and "dequantized" do not; wgrad_hp runs
-    wgrad alone in high precision. one_copy: dgrad starts from the rowwise codes of the weight.
-    keep_columns: dgrad's operand of the weight is made in forward. precision, spread, split_k: how
-    GEMMs multiply.
-    """
+    gradients and of weights; "" for the same. backward: None runs the backward GEMMs on quantized
+    operands, "high_precision" and "dequantized" do not; wgrad_hp runs wgrad alone in high
+    precision. one_copy: dgrad starts from the rowwise codes of the weight. keep_columns: forward
+    makes dgrad's operand of w. precision, spread, split_k: how GEMMs multiply."""
 
     x: str
     w: str

@@ -1,7 +1,5 @@
 """Values that fields of all recipes take, and their checks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Collection
@@ -29,8 +27,7 @@ class Recipe:
 
     Code for Transformer Engine asks a recipe, or its class, what kind it is: `mxfp8()`,
     `float8_block_scaling()`, `delayed()` and so on. A recipe that Transformer Engine does not have
-    is none of them.
-    """
+    is none of them."""
 
     _settings: Settings | ByName  # made once: look-ups by them are part of every call
     _kind = ""  # the one of these that is true
@@ -64,7 +61,7 @@ class Recipe:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__}: fields cannot be deleted, got {name}")
 
-    def __copy__(self) -> Recipe:
+    def __copy__(self) -> "Recipe":
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made

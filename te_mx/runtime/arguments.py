@@ -1,9 +1,6 @@
 """Checks of arguments that public functions share, and how their errors show a value.
 
-What a tensor must be that a call writes its result into.
-"""
-
-from __future__ import annotations
+What a tensor must be that a call writes its result into."""
 
 import math
 from collections.abc import Collection, Iterable

@@ -1,10 +1,7 @@
 """What compiled code calls and Dynamo does not trace, by name: ``compiled.NAME(..)``.
 
 torch.compiler marks such functions, but its decorators import Dynamo, which takes seconds. So a
-name is marked where it is first read, which is in code that Dynamo traces.
-"""
-
-from __future__ import annotations
+name is marked where it is first read, which is in code that Dynamo traces."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -10,10 +10,7 @@ a weight costs. So large results lie in blocks that are kept:
   it serves another tensor.
 - Idle and used blocks together take at most a half more than was used at one time. What is kept is
   what the process needed before; te_mx.workspace.reset() gives it back.
-- Small results, and those of every other device, come from torch's allocator.
-"""
-
-from __future__ import annotations
+- Small results, and those of every other device, come from torch's allocator."""
 
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """What ran: the kernel of the last GEMM with a tag, and one warning a kind of fallback."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 import weakref
@@ -16,7 +14,7 @@ LAST_RUN: dict[int, str] = {}
 TAGS = 9  # of a module: three GEMMs for each linear step, of which there are three at most
 
 _first_tags = itertools.count(step=TAGS)
-_living: dict[int, weakref.finalize[Any, Any]] = {}
+_living: "dict[int, weakref.finalize[Any, Any]]" = {}
 
 _warned: set[str] = set()
 

@@ -1,7 +1,5 @@
 """Plain-text tables for the reports that te_mx prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

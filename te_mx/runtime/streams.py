@@ -2,10 +2,7 @@
 
 A tensor that te_mx makes behind the user's back (a packed form, a kept weight) is written on the
 stream of the call that made it. Another stream has not waited for it, and a graph that is being
-captured only records the writing.
-"""
-
-from __future__ import annotations
+captured only records the writing."""
 
 import threading
 from collections.abc import Callable
@@ -89,7 +86,7 @@ class Made(NamedTuple):
     event: torch.cuda.Event | None
 
     @classmethod
-    def now(cls, device: torch.device) -> Made:
+    def now(cls, device: torch.device) -> "Made":
         """After everything enqueued so far on the current stream."""
         if device.type != "cuda" or capturing(device):
             return cls(0, None)
@@ -99,8 +96,7 @@ class Made(NamedTuple):
 
     def await_on_current_stream(self, device: torch.device, *tensors: Tensor) -> None:
         """Let the current stream wait for them, and their memory for the stream. Capture begins
-        after the device was synchronized, so there is nothing to wait for in it.
-        """
+        after the device was synchronized, so there is nothing to wait for in it."""
         if self.event is None or self.stream == current(device) or capturing(device):
             return
         here = torch.cuda.current_stream(device)

@@ -1,9 +1,8 @@
 """Scratch memory of GEMMs: one cache of buffers, one for every (device, thread) on the CPU and for
 every (device, stream, thread) on CUDA.
 
-Contract:
-- The size of a workspace comes from the backend's `workspace_bytes` query alone; there is no second
-  formula.
+Contract: - The size of a workspace comes from the backend's `workspace_bytes` alone, the only
+formula.
 - A buffer grows to exactly the largest need (in pages). Only past `EXACT_UP_TO` it grows by a
   quarter at least, so that a slowly rising need does not reallocate at every call.
 - A caller holds the tensor that `acquire` returned until its kernel has ended or is enqueued, so
@@ -12,12 +11,9 @@ Contract:
   it is replaced torch's allocator hands its memory only to later work of the same stream.
 - While a CUDA graph is captured nothing of the cache is handed out and nothing enters it: scratch
   comes from the graph's own pool and lives as long as the graph.
-- The buffer of a thread goes with the thread. A forked child keeps the buffer of the forking thread
-  only.
+- The buffer of a thread goes with the thread. A forked child keeps that of the forking thread.
 - A problem that needs nothing gets nothing: `acquire(device, 0)` returns None and touches no cache.
 """
-
-from __future__ import annotations
 
 import os
 import threading
@@ -158,8 +154,7 @@ def reserve(device: torch.device | str, nbytes: int) -> None:
 
 def reset(device: torch.device | str | None = None) -> None:
     """Drop the buffers of every thread, on one device or on all, and on the CPU what is kept of
-    large results that are gone. Running kernels keep theirs until they end.
-    """
+    large results that are gone. Running kernels keep theirs until they end."""
     only = None if device is None else _with_index(usable_device("device", device))
     for slot in _snapshot():
         if only is None or slot.device == only:
@@ -170,8 +165,7 @@ def reset(device: torch.device | str | None = None) -> None:
 
 def stats() -> dict[str, dict[str, int]]:
     """Per device: buffers and bytes held now, and of the living threads the requests, allocations
-    and largest need.
-    """
+    and largest need."""
     result: dict[str, dict[str, int]] = {}
     for slot in _snapshot():
         buffer = slot.buffer

@@ -1,10 +1,7 @@
 """DotProductAttention of Transformer Engine: scaled_dot_product_attention of torch where that has
 what Transformer Engine puts around it, the formula written out where it has not.
 
-Where a process group shares it, each rank has its share of the heads, and needs no other rank.
-"""
-
-from __future__ import annotations
+Where a process group shares it, each rank has its share of the heads, and needs no other rank."""
 
 import functools
 import math
@@ -74,8 +71,7 @@ class Scores(NamedTuple):
     None for all. bias: likewise, of a float dtype. softcap: ``cap(x) = softcap * tanh(x /
     softcap)``, none where it is 0. sink: one more score for each head [heads], which takes its
     share of the softmax and adds nothing. invariant: the bits of a query depend on its own keys,
-    from the first on, and on nothing beside it.
-    """
+    from the first on, and on nothing beside it."""
 
     scale: float
     causal: bool = False
@@ -187,10 +183,8 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
         qkv_format: "sbhd", "bshd" or "thd" (sequences one after the other: one attention each, and
             the host waits for their lengths).
         attn_mask_type: "no_mask", "causal", "padding", "padding_causal", "arbitrary", and
-            "causal_bottom_right", "padding_causal_bottom_right", whose last query sees the last
-            key.
-        window_size: (left, right): query i sees keys ``i - left <= j <= i + right``, -1 is no
-            bound.
+            "causal_bottom_right", "padding_causal_bottom_right", whose last query sees all.
+        window_size: (left, right): query i sees keys ``i - left <= j <= i + right``, -1: all.
         bottom_right_diagonal: whether windows and ALiBi are counted from the last query and the
             last key. None: for masks that are not causal.
         softcap: scores are ``softcap * tanh(scores / softcap)``; 0 for none.
@@ -321,8 +315,7 @@ class DotProductAttention(SharedHeads, WithoutExtraState, nn.Module):
             core_attention_bias: broadcastable to [b, heads, s, s2]; for "thd" s and s2 are those of
                 the longest sequences, or more.
             alibi_slopes: [heads] or [b, heads]; None: those of the paper.
-            transformer_engine: further arguments of Transformer Engine's forward, at their
-                defaults.
+            transformer_engine: Transformer Engine's further arguments, at their defaults.
 
         Raises:
             TypeError, ValueError: an argument of a wrong type, value or shape, or arguments that do

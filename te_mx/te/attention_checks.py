@@ -2,10 +2,7 @@
 names the module and the argument.
 
 Arguments of Transformer Engine's attention modules that te_mx does not have, as nn/arguments.py has
-those of the linear ones: accepted at their defaults, refused by name when set.
-"""
-
-from __future__ import annotations
+those of the linear ones: accepted at their defaults, refused by name when set."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -361,8 +358,7 @@ def packed_bias(
     owner: str, value: Tensor | None, slopes: Tensor | None, heads: int,
     of_q: Sequence[tuple[int, int]], of_k: Sequence[tuple[int, int]],
 ) -> None:  # fmt: skip
-    """Raise ValueError unless q and k have as many sequences, a bias reaches every one of "thd",
-    and slopes are of each."""
+    """Raise ValueError unless q and k have as many sequences, and bias and slopes reach each."""
     batch = len(of_q)
     if len(of_k) != batch:
         raise ValueError(

@@ -1,9 +1,6 @@
 """Which keys each query sees, under Transformer Engine's names for masks, and biases on scores.
 
-Masks of users are Transformer Engine's: True hides a key. In here True lets a query see it.
-"""
-
-from __future__ import annotations
+Masks of users are Transformer Engine's: True hides a key. In here True lets a query see it."""
 
 import functools
 import warnings
@@ -23,8 +20,7 @@ _SPELLINGS = {"causal_padding": "padding_causal"}
 
 class Rule(NamedTuple):
     """What decides whether query i sees key j, beside tensors: ``i + o - left <= j <= i + o +
-    right``, where -1 is no bound and o is 0, or with `bottom_right` the number of keys less that of
-    queries."""
+    right``, where -1 is no bound and o is 0, or with `bottom_right` keys less queries."""
 
     kind: str
     left: int
@@ -40,7 +36,7 @@ class Rule(NamedTuple):
         aligned = not self.bottom_right or queries == keys
         return "causal" in self.kind and not self.padded and self.left < 0 and aligned
 
-    def of_one_sequence(self) -> Rule:
+    def of_one_sequence(self) -> "Rule":
         """The rule inside a sequence without padding."""
         kind = self.kind.removeprefix("padding").removeprefix("_") or "no_mask"
         return self._replace(kind=kind)
@@ -143,8 +139,7 @@ def visible(
 ) -> Tensor | None:  # fmt: skip
     """Which keys each query sees, broadcastable to [b, heads, queries, keys]; None: all of them.
 
-    hidden: the user's own mask, True where a key is hidden.
-    """
+    hidden: the user's own mask, True where a key is hidden."""
     seen: list[Tensor] = []
     if rule.left >= 0 or rule.right >= 0:
         apart = distance(rule, queries, keys, padding, device)

@@ -1,10 +1,7 @@
 """te_mx's linear modules as Transformer Engine builds them: its order of positional arguments, its
 initialization (weights normal with standard deviation 0.023, biases 0) and its default device.
 
-Transformer Engine's defaults, where they are others than te_mx's own.
-"""
-
-from __future__ import annotations
+Transformer Engine's defaults, where they are others than te_mx's own."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -103,9 +100,7 @@ class Linear(linear.Linear):
     """te_mx.Linear, built as Transformer Engine's: see te_mx.Linear and docs/transformer_engine.md.
 
     Arguments come in Transformer Engine's order, weights start normal with standard deviation 0.023
-    (or as `init_method` says) and biases at 0, and the default device is the GPU where there is
-    one.
-    """
+    (or as `init_method` says) and biases at 0, on the GPU where there is one."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(**named("Linear", args, given))

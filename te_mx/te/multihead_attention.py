@@ -1,7 +1,5 @@
 """MultiheadAttention of Transformer Engine: its projections are te_mx layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LayerNorm, RMSNorm and L2Normalization of Transformer Engine, in torch's own functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -153,8 +151,7 @@ class LayerNorm(_Norm):
     _biased = True
 
     def forward(self, inp: Tensor) -> Tensor:
-        """inp [.., *normalized_shape] -> the same shape, of torch.autocast's dtype where that is
-        on, else of inp's."""
+        """inp [.., *normalized_shape] -> the same shape, of torch.autocast's dtype, or inp's."""
         x = self._checked(inp)
         assert self.bias is not None
         dtype = torch.float32 if sums_in_fp32(x) else x.dtype
@@ -167,8 +164,7 @@ class RMSNorm(_Norm):
     __doc__ = "``x / sqrt(mean(x^2) + eps) * weight``." + _ARGUMENTS
 
     def forward(self, inp: Tensor) -> Tensor:
-        """inp [.., *normalized_shape] -> the same shape, of torch.autocast's dtype where that is
-        on, else of inp's."""
+        """inp [.., *normalized_shape] -> the same shape, of torch.autocast's dtype, or inp's."""
         x = self._checked(inp)
         y = F.rms_norm(x, self.normalized_shape, self._gamma(x.dtype), self.eps)
         return y.to(output_dtype(x))

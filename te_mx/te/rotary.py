@@ -1,10 +1,7 @@
 """Rotary position embeddings (Su et al., "RoFormer"), with Transformer Engine's names.
 
 Angles are fp32 [s, 1, 1, d]: the frequencies twice, one half after the other, or in pairs under
-`interleaved`. ``y = x * cos(angle) + rotated(x) * sin(angle)``.
-"""
-
-from __future__ import annotations
+`interleaved`. ``y = x * cos(angle) + rotated(x) * sin(angle)``."""
 
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""TransformerLayer of Transformer Engine: attention and an MLP, each with a normalization and a
-residual connection.
-"""
-
-from __future__ import annotations
+"""TransformerLayer of Transformer Engine: attention and an MLP, each with a norm and a residual."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,8 +48,7 @@ class TransformerLayer(SharedHeads, nn.Module):
         parallel_attention_mlp: ``y = x + dropout(attention(norm(x)) + mlp(norm(x)))``, each with a
             normalization of its own.
         layer_type: "encoder", or "decoder" with cross attention to `encoder_output`.
-        drop_path_rate: of whole rows along the first dimension of what is added to the residual, 0
-            to 1.
+        drop_path_rate: of rows along the first dimension of what is added to the residual, 0 to 1.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope: as of MultiheadAttention.
         bias: with biases.
@@ -65,8 +60,7 @@ class TransformerLayer(SharedHeads, nn.Module):
         transformer_engine: further arguments of Transformer Engine's class, at their defaults.
 
     Raises:
-        TypeError, ValueError: an argument of a wrong type or value, by name, or arguments that do
-            not go together.
+        TypeError, ValueError: a wrong type or value, by name, or arguments that disagree.
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
@@ -215,8 +209,7 @@ class TransformerLayer(SharedHeads, nn.Module):
             attention: is_first_microbatch (as of te_mx.Linear), checkpoint_core_attention,
                 rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes,
                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded and softcap,
-                as of MultiheadAttention.forward. In self attention those of q are those of k and v
-                too.
+                as of MultiheadAttention.forward. In self attention those of q are also k's and v's.
 
         Raises:
             TypeError, ValueError: an argument of a wrong type, value or shape, or arguments that do

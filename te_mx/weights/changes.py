@@ -7,10 +7,7 @@ or dtype under the same parameter (``weight.data = ...``), and that a parameter 
 
 Not seen are writes that torch does not count: in place through ``weight.data``, NumPy, DLPack or
 views made in inference_mode, by the kernels of optimizers with ``fused=True``, and by frameworks
-that fill the memory of parameters behind autograd.
-"""
-
-from __future__ import annotations
+that fill the memory of parameters behind autograd."""
 
 import itertools
 import os
@@ -32,8 +29,7 @@ class Sources:
 
     Other tensors are never taken for the same weight, whatever they hold: sharded training and
     functional_call lend a module tensors for the time of a forward, and may fill the same memory
-    anew for the next one.
-    """
+    anew for the next one."""
 
     __slots__ = ("_names", "_states")
 
@@ -116,7 +112,7 @@ def register(module: Any) -> None:
             continue
         number = id(held[0])
 
-        def gone(owner: weakref.ref[Any], number: int = number) -> None:
+        def gone(owner: "weakref.ref[Any]", number: int = number) -> None:
             if _owners.get(number) is owner:
                 del _owners[number]
 

@@ -1,8 +1,5 @@
 """Few rows on weights that stand still: a kernel for few rows reads them as they lie, or keeps
-them once more in a form of its own, from the first call on that it takes.
-"""
-
-from __future__ import annotations
+them once more in a form of its own, from the first call on that it takes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -104,8 +101,7 @@ class DecodeCall(NamedTuple):
         offs: Tensor | None = None, act: str | None = None, gate: Gate | None = None,
     ) -> Tensor | None:  # fmt: skip
         """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
-        ends of the groups of rows; rows of no group become 0. gate: as the
-        kernel takes it."""
+        ends of the groups of rows; rows of no group become 0. gate: the kernel's."""
         call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate)
         made = self.kernel.plan(self.problem)(call)
         if made is None:
@@ -121,8 +117,7 @@ def ready(
     """What multiplies as many rows as x has, in a dtype, with a weight; None where nothing does.
     settings: how the rows are quantized; None: not at all.
 
-    The form is made outside of graph captures: a graph uses one that a warm-up call left.
-    """
+    The form is made outside of graph captures: a graph uses one that a warm-up call left."""
     if not weight.made_of:
         return None
     sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", ANY_RULE, "adaptive"

@@ -1,7 +1,5 @@
 """In which formats a frozen module runs: what te_mx.freeze_weights fixes for all regions."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from te_mx import formats
@@ -60,8 +58,7 @@ def fixed_by(
 
 
 def _with_rule_of_inputs(settings: Settings) -> Settings:
-    """Settings of a module of codes, whose scale rule is that of its inputs and gradients: one that
-    the inputs' format knows."""
+    """Settings of a module of codes, whose scale rule is one that the format of inputs knows."""
     scaling = formats.get(settings.x).scaling
     if scaling.knows(settings.scale_rule):
         return settings
@@ -73,8 +70,7 @@ def inside(settings: Settings, mine: Settings, fixed: Fixed, dropped: bool) -> S
     codes of one format only, whatever was fixed.
 
     Raises:
-        ValueError: masters that are kept cannot be quantized to the fixed format by the region's
-            rule.
+        ValueError: kept masters cannot be quantized to the fixed format by the region's rule.
     """
     if fixed.x:
         return mine._replace(**{name: getattr(settings, name) for name in _OF_REGIONS})

@@ -1,8 +1,5 @@
 """What `te_mx.freeze_weights` does to one module, and back: the part of every module that knows its
-weights by key.
-"""
-
-from __future__ import annotations
+weights by key."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -143,8 +140,7 @@ class Freezable(Sourced):
         amax: Tensor | None = None,
     ) -> None:  # fmt: skip
         """What te_mx.freeze_weights does to this module, or nothing where that raises; frozen
-        already, it keeps its weights, and copies that are not old. amax: see
-        `_codes_below`."""
+        already, it keeps weights and fresh copies. amax: see `_codes_below`."""
         source = self._source
         frozen = source if isinstance(source, Frozen) else Frozen(settings)
         if not frozen.dropped and drop_master:

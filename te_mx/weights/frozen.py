@@ -4,10 +4,7 @@ of them: weights/source.py.
 With the master weights kept, freezing adds quantized and packed copies that no checkpoint sees, and
 that are made again when a master changed (weights/changes.py). With the masters dropped the codes
 are the weights: for each of them buffers of codes and scales, which a state_dict shows under the
-names of weights/state_dict.py.
-"""
-
-from __future__ import annotations
+names of weights/state_dict.py."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -59,7 +56,7 @@ class Frozen(WeightSource):
         self,
         settings: Settings,
         fixed: Fixed = frozen_formats.NOTHING,
-        before: Frozen | None = None,
+        before: "Frozen | None" = None,
     ) -> None:
         self.settings = settings
         self.fixed = fixed
@@ -72,7 +69,7 @@ class Frozen(WeightSource):
         self.in_graphs: list[Any] = []
         self.decode_weights = decode.DecodeWeights()
 
-    def without_copies(self) -> Frozen:
+    def without_copies(self) -> "Frozen":
         return type(self)(self.settings, self.fixed, self)
 
     def forget(self) -> None:
@@ -171,8 +168,7 @@ class Frozen(WeightSource):
             return None
         given = settings if self.quantizes_inputs else None
         found = decode.ready(x, dtype, self.weight(layer, key, kept, size), given)
-        # In front of the GEMM's own kernel a normalization or an activation quantizes in its own
-        # read.
+        # In front of the GEMM's own kernel a normalization or activation quantizes in its read.
         return found if found is not None and found.kernel.multiplies else None
 
     def linear(
@@ -248,7 +244,7 @@ class Frozen(WeightSource):
     ) -> decode.Weight:
         """A weight of this size, as kernels for few rows see it. kept: its `operands`."""
 
-        def row() -> Operand | Stack:
+        def row() -> "Operand | Stack":
             if given.layout is layouts.ROWS:
                 return given
             return layer._plain_codes(key, kept.settings)
@@ -290,7 +286,7 @@ class Frozen(WeightSource):
         few = None if form is None else form.weight
         return [getattr(kept, "row", None), getattr(kept, "col", None), few]
 
-    def frozen_to(self, settings: Settings, fixed: Fixed, dropped: bool) -> Frozen:
+    def frozen_to(self, settings: Settings, fixed: Fixed, dropped: bool) -> "Frozen":
         """This one with other settings, and what becomes of it by them."""
         kind = (WeightOnly if fixed.weight_only else QuantizedOnly) if dropped else Frozen
         made = self if kind is type(self) else kind(settings)

@@ -2,10 +2,7 @@
 
 A rank has its part of what is activated and the same part of the gate, which are not one run of
 rows of fc1. As parameters of their own they are ordinary shards, for whoever saves them, loads them
-or cuts them again. A state_dict has the one fc1 of every LayerNormMLP.
-"""
-
-from __future__ import annotations
+or cuts them again. A state_dict has the one fc1 of every LayerNormMLP."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -61,55 +58,6 @@ def _held(module: Any) -> Iterator[tuple[str, list[Any]]]:
             yield key, parts
 
 
-def save(module: Any, destination: Any, prefix: str) -> None:
-    """Put one fc1 in the place of the halves that a state_dict got. Of DTensors it is one whose
-    ranks have runs of rows, which is a collective operation and a copy."""
-    for key, _ in _held(module):
-        found = [destination.pop(prefix + name) for name in names_of(key)]
-        destination[prefix + key] = (
-            above.distributed.join(found) if is_spread(*found) else weight_parts.cat(found)
-        )
-    for name in module._parameters:  # the order of every LayerNormMLP
-        if prefix + name in destination:
-            destination[prefix + name] = destination.pop(prefix + name)
-
-
-def blanks(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a state_dict has of DTensors, to be filled."""
-    for key, parts in _held(module):
-        if is_spread(*parts):
-            yield key, above.distributed.blank(parts)
-
-
-def load(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
-    """Put halves in the place of the one fc1 of a state_dict."""
-    for key, parts in _held(module):
-        whole, names = state_dict.get(prefix + key), [prefix + name for name in names_of(key)]
-        if is_spread(whole) and above.distributed.is_blank(whole):  # there was no such key
-            del state_dict[prefix + key]
-            continue
-        if not isinstance(whole, Tensor) or whole.element_size() == 1:  # codes are refused as such
-            continue
-        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        if tuple(whole.shape) != shape:
-            error_msgs.append(
-                f"size mismatch for {prefix + key}: copying a param with shape "
-                f"{tuple(whole.shape)} from checkpoint, the shape in current model is {shape}"
-            )
-            continue
-        del state_dict[prefix + key]
-        state_dict.update(zip(names, above.distributed.cut(whole, parts), strict=True))
-
-
-def missing(module: Any, prefix: str, missing_keys: list[str]) -> None:
-    """Name fc1 instead of its halves where a state_dict has neither."""
-    for key, _ in _held(module):
-        names = [prefix + name for name in names_of(key)]
-        if all(name in missing_keys for name in names):
-            missing_keys[missing_keys.index(names[0])] = prefix + key
-            missing_keys.remove(names[1])
-
-
 class GatedHalves:
     """Mixin of te_mx.LayerNormMLP, whose fc1 may be such halves."""
 
@@ -137,18 +85,44 @@ class GatedHalves:
         """nn.Module's. torch.distributed.checkpoint.state_dict asks every module alone (recurse is
         False) for what it is to fill with values of another rank, and finds what is loaded."""
         yield from super().named_buffers(prefix, recurse, remove_duplicate)  # type: ignore[misc]
-        if self._halves and not recurse:
-            for key, blank in blanks(self):
-                yield f"{prefix}.{key}" if prefix else key, blank
+        for key, parts in _held(self) if self._halves and not recurse else ():
+            if is_spread(*parts):
+                yield f"{prefix}.{key}" if prefix else key, above.distributed.blank(parts)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """With one fc1 in the place of the halves. Of DTensors it is one whose ranks have runs of
+        rows, which is a collective operation and a copy."""
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        if self._halves:
-            save(self, destination, prefix)
+        if not self._halves:
+            return
+        for key, _ in _held(self):
+            found = [destination.pop(prefix + name) for name in names_of(key)]
+            destination[prefix + key] = (
+                above.distributed.join(found) if is_spread(*found) else weight_parts.cat(found)
+            )
+        module: Any = self
+        for name in module._parameters:  # the order of every LayerNormMLP
+            if prefix + name in destination:
+                destination[prefix + name] = destination.pop(prefix + name)
 
     def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
-        if self._halves:
-            load(self, state_dict, prefix, error_msgs)
+        """Put halves in the place of the one fc1."""
+        for key, parts in _held(self) if self._halves else ():
+            whole, names = state_dict.get(prefix + key), [prefix + name for name in names_of(key)]
+            if is_spread(whole) and above.distributed.is_blank(whole):  # there was no such key
+                del state_dict[prefix + key]
+                continue
+            if not isinstance(whole, Tensor) or whole.element_size() == 1:  # refused as codes
+                continue
+            shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+            if tuple(whole.shape) != shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix + key}: copying a param with shape "
+                    f"{tuple(whole.shape)} from checkpoint, the shape in current model is {shape}"
+                )
+                continue
+            del state_dict[prefix + key]
+            state_dict.update(zip(names, above.distributed.cut(whole, parts), strict=True))
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
@@ -157,5 +131,8 @@ class GatedHalves:
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict, prefix, local_metadata, strict, missing_keys, *others
         )
-        if self._halves:
-            missing(self, prefix, missing_keys)
+        for key, _ in _held(self) if self._halves else ():
+            names = [prefix + name for name in names_of(key)]
+            if all(name in missing_keys for name in names):
+                missing_keys[missing_keys.index(names[0])] = prefix + key
+                missing_keys.remove(names[1])

@@ -5,11 +5,7 @@ Under fully_shard a gradient is averaged over the ranks when it is computed, and
 optimizer has: ``grad`` or ``main_grad`` of the sharded parameter. Under DistributedDataParallel it
 is added to what this rank has, and the sum averaged over the ranks; not so inside of no_sync().
 
-The part of a module that holds weight gradients back (delay_wgrad_compute), shared by every module
-family.
-"""
-
-from __future__ import annotations
+The part of a module that holds weight gradients back (delay_wgrad_compute), of every family."""
 
 import weakref
 from collections import deque
@@ -210,8 +206,7 @@ class DelayedWgrad:
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Have ``hook()`` called at the end of every `backward_dw`; Transformer Engine's name.
 
-        Raises TypeError for what cannot be called.
-        """
+        Raises TypeError for what cannot be called."""
         if not callable(hook):
             raise TypeError(f"{type(self).__name__}: hook must be a function, got {shown(hook)}")
         self._wgrad_hooks = (*self._wgrad_hooks, hook)

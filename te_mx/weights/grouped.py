@@ -1,10 +1,7 @@
 """The parameters of all groups of a grouped layer, and its weights as one: how they stand still,
 for micro-batches or frozen.
 
-state_dicts of a grouped layer: one stacked entry, or one a group.
-"""
-
-from __future__ import annotations
+state_dicts of a grouped layer: one stacked entry, or one a group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -116,8 +113,7 @@ def convert_state_dict(
     `stacked`, else one for each group.
 
     What does not fit is left for load_state_dict to report, but a stack of another number of
-    groups, or one of which parts are missing beside scales, is reported here.
-    """
+    groups, or one of which parts are missing beside scales, is reported here."""
     parts = part_names(whole, groups)
     if not stacked:
         if whole in state_dict and not any(key in state_dict for key in parts):

@@ -13,11 +13,7 @@ What the config of a model says of its codes, and whether it is still so.
 te_mx.quantization_config and te_mx.integrations.hf_quantizer give each module that holds codes the
 names that these are saved under (`_saved_as`) and the quantization_config that says what they are
 (`_claim`). Unfreezing ends the names and leaves the claim, which the model still makes: until all
-codes are gone, or the model says anew what it holds, save_pretrained would write it beside other
-weights.
-"""
-
-from __future__ import annotations
+codes are gone, or the model says anew what it holds, it would be written beside other weights."""
 
 import dis
 import inspect
@@ -120,12 +116,10 @@ def take_back(model: nn.Module) -> None:
 
 def check_saved(module: Any) -> None:
     """Raise RuntimeError where transformers or diffusers save a module in a model whose config says
-    something else of it: their from_pretrained would load codes as plain weights, or look for codes
-    that are not there.
+    something else of it: their from_pretrained would misread codes or look for them.
 
     Only the stack tells: a layer does not know its model. Adapters alone may be saved, and so may a
-    model whose config names a quantization of somebody else.
-    """
+    model whose config names a quantization of somebody else."""
     frame = calling_frame(1)
     while frame is not None and frame.f_code.co_name != "save_pretrained":
         frame = frame.f_back

@@ -1,9 +1,6 @@
 """The seam between the modules and te_mx.distributed, which stands above them: calls that concern
 tensors of several ranks are handed up, and weight gradients that belong to several ranks find the
-one who puts them together.
-"""
-
-from __future__ import annotations
+one who puts them together."""
 
 from typing import Any
 
@@ -14,8 +11,7 @@ from te_mx.torch_internals import wrapped
 
 
 class _Above:
-    """Where te_mx.distributed registers itself when it is imported, as te_mx does. Its functions
-    for those below:
+    """Where te_mx.distributed registers itself when it is imported. Its functions for those below:
 
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
     run_block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
@@ -25,8 +21,7 @@ class _Above:
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
     join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
-    blank(parts): it without values, is_blank(tensor): whether it still is.
-    """
+    blank(parts): it without values, is_blank(tensor): whether it still is."""
 
     distributed: Any
 

@@ -1,8 +1,6 @@
 """te_mx.rollout: weights from a trainer to the engine that generates, as the codes that the
 trainer's next forward would quantize. docs/invariance.md."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -215,8 +213,7 @@ def load_(model: nn.Module, given: Mapping[str, Tensor]) -> None:
         given: what `snapshot` returned, on any device.
 
     Raises:
-        TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ;
-            nothing is changed then.
+        TypeError, ValueError: the model is not frozen so, or names, shapes or dtypes differ.
     """
     modules, taken = _modules(model), set[str]()
     if not isinstance(given, Mapping):

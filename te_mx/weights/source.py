@@ -1,7 +1,6 @@
 """What a weight is in a forward: one class a state, one protocol for all of them.
 
-A module has one source, `_source`, for all its weights, and asks it; in which state they are it
-does not know:
+A module has one source, `_source`, for all its weights; their state it does not know:
 
 ==============  ================================================  =================================
 state           what is held                                      class
@@ -35,8 +34,6 @@ Weights are loaded, saved, copied and moved through it: `save`, `forget`, `renew
 `without_copies`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,8 +57,7 @@ from te_mx.weights.formats import NOTHING, Fixed
 
 class Prepared(NamedTuple):
     """A weight for one call: the settings of its steps, what was quantized before, and the product
-    of few rows (weights/decode.py: DecodeCall, and what answers as it), each None where there is
-    none."""
+    of few rows (weights/decode.py: DecodeCall, and what answers as it), or None each."""
 
     settings: Settings
     kept: Any = None
@@ -119,8 +115,7 @@ class WeightSource:
         kept; None where the call quantizes. first: is_first_microbatch of the call.
 
         A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
-        nor compiled code keeps anything between its calls.
-        """
+        nor compiled code keeps anything between its calls."""
         if first is None:
             return None
         if type(first) is not bool:
@@ -142,8 +137,7 @@ class WeightSource:
 
         Args:
             needs: the keys, and whether what the product multiplies has a gradient.
-            plain: nothing has one, so kernels for few rows may be looked for: all products have
-                one, or none.
+            plain: nothing has one, so kernels for few rows may be looked for.
         """
         if first is None:
             return (Prepared(settings),) * len(needs)
@@ -266,7 +260,7 @@ class WeightSource:
         """The parameters were loaded, moved, or copied with their layer: copies are old, and what
         is there now is what the state speaks of."""
 
-    def without_copies(self) -> WeightSource:
+    def without_copies(self) -> "WeightSource":
         """For a copy of the layer, whose next forward quantizes again."""
         return PARAMETERS
 

@@ -1,8 +1,5 @@
 """parameters_split: a weight and a bias as several parameters along out_features, under Transformer
-Engine's names: ``<name>_weight``, ``<name>_bias``.
-"""
-
-from __future__ import annotations
+Engine's names: ``<name>_weight``, ``<name>_bias``."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,8 +20,7 @@ def split_sizes(
 
     Raises:
         TypeError: names that are no strings, or sizes that are no ints.
-        ValueError: no parts, a name twice or in the way of another attribute, or sizes that do not
-            add up to out_features.
+        ValueError: no parts, a name twice or taken, or sizes that do not add up to out_features.
     """
     if isinstance(parameters_split, str):
         parameters_split = (parameters_split,)
@@ -77,18 +73,6 @@ def part_names(sizes: Mapping[str, int], kind: str) -> tuple[str, ...]:
     return tuple(f"{name}_{kind}" for name in sizes)
 
 
-def register_parts(module: nn.Module, sizes: dict[str, int]) -> None:
-    """Turn the parameters ``weight`` and ``bias`` of a module into parts of these sizes."""
-    for kind in ("weight", "bias"):
-        whole = module._parameters[kind]
-        module.register_parameter(kind, None)
-        if whole is None:
-            continue
-        for name, part in zip(sizes, whole.detach().split(list(sizes.values())), strict=True):
-            # Each has memory of its own: checkpoint formats write or refuse shared memory.
-            module.register_parameter(f"{name}_{kind}", nn.Parameter(part.clone()))
-
-
 def parts(module: nn.Module, sizes: dict[str, int], kind: str) -> list[Tensor]:
     """The parts of a ``weight`` or ``bias``, none for a layer without a bias."""
     found = (getattr(module, f"{name}_{kind}", None) for name in sizes)
@@ -130,7 +114,13 @@ class SplitWeight:
         """Turn the weight and the bias into parts, as `split_sizes` says."""
         module: Any = self
         sizes = split_sizes(module._label(), module, parameters_split, out_features, ranks)
-        register_parts(module, sizes)
+        for kind in ("weight", "bias"):
+            whole = module._parameters[kind]
+            module.register_parameter(kind, None)
+            own = () if whole is None else whole.detach().split(list(sizes.values()))
+            for name, part in zip(sizes, own, strict=False):
+                # Each has memory of its own: checkpoint formats write or refuse shared memory.
+                module.register_parameter(f"{name}_{kind}", nn.Parameter(part.clone()))
         self._split = sizes
 
     def whole_weight(self) -> Any:

@@ -32,10 +32,7 @@ They become ``<name>`` and ``<name>_scale``, as weights/state_dict.py reads them
 
 Checkpoints of Transformer Engine hold `_extra_state` of modules that have none in te_mx.
 
-Loading a state_dict into one module: all of it or, where something is wrong, nothing.
-"""
-
-from __future__ import annotations
+Loading a state_dict into one module: all of it or, where something is wrong, nothing."""
 
 import math
 from collections import OrderedDict
@@ -148,8 +145,7 @@ def load_module(
     overwrites one parameter after the other and only says what did not fit.
 
     Missing and unexpected keys are reported as ever and keep nothing else from being loaded:
-    checkpoints in several files come in calls that each have a part.
-    """
+    checkpoints in several files come in calls that each have a part."""
     before = len(error_msgs)
     rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     hooks = module._load_state_dict_pre_hooks
@@ -361,13 +357,9 @@ def _whole_as(end: str, whole: Tensor, read: Tensor | None) -> Tensor:
 
 
 def read_codes(
-    module: Any,
-    state_dict: Any,
-    prefix: str,
-    local_metadata: Any,
-    missing_keys: list[str],
+    module: Any, state_dict: Any, prefix: str, local_metadata: Any, missing_keys: list[str],
     error_msgs: list[str],
-) -> Codes:
+) -> Codes:  # fmt: skip
     """The quantized weights in a state_dict, which change nothing yet; what is missing of them and
     what is wrong with them is appended to the lists."""
     weights = {key: prefix + key for key in module._weight_keys}
@@ -673,15 +665,9 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         fmt.name if fmt.scaling.knows(settings.scale_rule) else settings.x for fmt in roles
     )
     made = BlockScaling(
-        settings.x,
-        w,
-        g,
-        scale_rule=settings.scale_rule,
-        precision=settings.precision,
-        alignment_spread=settings.spread,
-        backward_override=settings.backward,
-        wgrad_with_hp=settings.wgrad_hp,
-        one_copy_weights=settings.one_copy,
+        settings.x, w, g, scale_rule=settings.scale_rule, precision=settings.precision,
+        alignment_spread=settings.spread, backward_override=settings.backward,
+        wgrad_with_hp=settings.wgrad_hp, one_copy_weights=settings.one_copy,
         split_k=settings.split_k,
-    ).settings
+    ).settings  # fmt: skip
     return made._replace(w=roles[0].name, g=roles[1].name, **apart)

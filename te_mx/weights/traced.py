@@ -13,10 +13,7 @@ have not changed, is used as in eager code: the same kernels, the same bits. Oth
 functional_call, or changed by the graph itself) are quantized for the call.
 
 Nothing that is kept is made while a CUDA graph is captured, or in the memory of one: torch.compile
-runs a graph once before it captures it.
-"""
-
-from __future__ import annotations
+runs a graph once before it captures it."""
 
 from typing import Any, NamedTuple
 
@@ -75,7 +72,7 @@ class Traced(NamedTuple):
         """As of DecodeCall: AsIs stands around one of which the rows are not quantized."""
         return False
 
-    def together(self, other: Traced) -> tuple[Traced, Traced]:
+    def together(self, other: "Traced") -> "tuple[Traced, Traced]":
         """Products one behind the other, which eager code runs both in one way or the other."""
         most = min(self.most, other.most)
         any_number = self.any_number or other.any_number
@@ -166,7 +163,7 @@ def kept(module: Any, key: str, settings: Settings) -> QuantizedWeight | None:
         return None
     held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
 
-    def times(x: Operand, bias: Tensor | None, gelu: str, dtype: torch.dtype) -> Tensor:
+    def times(x: Operand, bias: "Tensor | None", gelu: str, dtype: torch.dtype) -> Tensor:
         return FROZEN_GEMM(*x[:5], held, bias, key, words, n, gelu, dtype)
 
     return QuantizedWeight(settings, TracedWeight(times), None)
@@ -182,8 +179,7 @@ def _holds(module: Any, key: str) -> bool:
     return held is not None and not needs_gradient(*held)
 
 
-# Dynamo does not trace into it: that of torch 2.11 takes every is_exporting() that it
-# meets for True.
+# Not traced: Dynamo of torch 2.11 takes every is_exporting() that it meets for True.
 @compiled.constant
 def exporting() -> bool:
     return torch.compiler.is_exporting()

@@ -8,11 +8,7 @@ Codes of one layer, or of one expert where the host knows the groups, are decode
 product and never kept so: backward decodes them again. They take 2 bytes an element in bf16, which
 holds every value of MX formats above 2^-133, else 4 in fp32. Products are those of torch, with one
 rounding to the dtype of the result. Of NVFP4 code * block scale is exact in bf16: GPUs multiply
-that with inputs in bf16, and the fp32 sums with the tensor scale; else the values are rounded to
-fp32.
-"""
-
-from __future__ import annotations
+that with bf16, and the fp32 sums with the tensor scale; else the values are rounded to fp32."""
 
 from typing import Any
 
@@ -39,15 +35,11 @@ def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
         return _times(x, weight, bias_N)
 
 
-def _narrow(x: Tensor, weight: Operand) -> bool:
-    """Whether a product of x in bf16 has fp32 sums, which a tensor scale multiplies."""
-    return weight.tensor_scale is not None and x.is_cuda and x.dtype == torch.bfloat16
-
-
 def _times(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
     """x @ weight^T + bias in the dtype of x, or in fp32."""
     whole = weight.tensor_scale
-    if whole is None or not _narrow(x, weight):
+    # A product of x in bf16 has fp32 sums there, which the tensor scale multiplies.
+    if whole is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return functional.linear(x, dequantize_2d(weight, x.dtype), bias_N)
     bare = dequantize_2d(weight._replace(tensor_scale=torch.ones_like(whole)), x.dtype)
     y = torch.mm(flatten(x), bare.t(), out_dtype=torch.float32) * whole.t()

@@ -341,7 +341,9 @@ def test_a_plan_for_each_layer():
     plan = plan_of({**MIXED, "quantized_layers": each})
     assert [plan.of(name).fmt for name in ("a.experts", "a.q")] == ["mxfp8_e4m3", "nvfp4"]
     assert [plan.leaves_out(name) for name in ("a.experts", "a.q", "a.k")] == [False, False, True]
-    plan = plan_of({**NV, "config_groups": {"NVFP4": ["re:.*mlp.*", "a.q"]}, "ignore": ["a.mlp.up"]})
+    plan = plan_of(
+        {**NV, "config_groups": {"NVFP4": ["re:.*mlp.*", "a.q"]}, "ignore": ["a.mlp.up"]}
+    )
     left = [plan.leaves_out(name) for name in ("a.mlp.down", "a.mlp.up", "a.q", "a.k")]
     assert left == [False, True, False, True] and plan.inputs == "input_global_scale"
 

@@ -1,2 +1,1 @@
-"""The CPU backend: kernels over the native module te_mx._native, chosen by the instruction-set
-level of the machine."""
+"""The CPU backend: kernels over te_mx._native, chosen by the machine's instruction-set level."""

@@ -2,11 +2,7 @@
 and the forms that it packs operands in. It takes records of addresses and sizes and returns a
 status; kernels make these beside their envelopes.
 
-Checks of what a user passes live above. Kernels make every tensor contiguous, because addresses
-forget strides.
-"""
-
-from __future__ import annotations
+Checks live above. Kernels make every tensor contiguous, because addresses forget strides."""
 
 import ctypes
 import importlib
@@ -25,18 +21,9 @@ from te_mx.layouts.operand import Operand, Stack
 
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 KERNELS = (
-    "wide_f64",
-    "portable_f32",
-    "avx2_f32",
-    "avx512_f32",
-    "avx512_bf16",
-    "amx_bf16",
-    "portable_stream",
-    "avx2_stream",
-    "avx512_stream",
-    "avx512_bf16_stream",
-    "amx_stream",
-)
+    "wide_f64", "portable_f32", "avx2_f32", "avx512_f32", "avx512_bf16", "amx_bf16",
+    "portable_stream", "avx2_stream", "avx512_stream", "avx512_bf16_stream", "amx_stream",
+)  # fmt: skip
 KERNEL_IDS = {name: i for i, name in enumerate(KERNELS)}
 ROLES = {"b": 0, "a": 1}  # the native lhs is B, its rhs is A
 _OK, _UNSUPPORTED = 0, 2
@@ -182,13 +169,9 @@ LAYOUTS = ("rows", "cols")
 
 
 def why_not(
-    problem: Problem,
-    *more: str,
-    blockwise: bool = False,
-    columnwise: bool = False,
-    random: bool = False,
-    nvfp4: bool = False,
-) -> str | None:
+    problem: Problem, *more: str, blockwise: bool = False, columnwise: bool = False,
+    random: bool = False, nvfp4: bool = False,
+) -> str | None:  # fmt: skip
     """Why no kernel of this backend runs the problem; None when one may. `more`: layouts that a
     kernel takes beside plain ones; blockwise, columnwise: whether it takes fp32 scales, and those
     of blocks of 128 x 1; random: whether it rounds stochastically and transforms; nvfp4: whether it

@@ -1,7 +1,6 @@
-"""What a linear layer costs on CPUs, for te_mx/dispatch/cost.py. Fitted to the rows "linear
-fwd+bwd" of benchmarks/results, on two threads; the steps are those of its "tiny, grad". What
-quantizing costs includes packing and fresh memory, which is why it is far below the quantizer's
-rate."""
+"""What a linear layer costs on CPUs (dispatch/cost.py). Fitted to the rows "linear fwd+bwd" of
+benchmarks/results, on two threads; the steps are those of its "tiny, grad". What quantizing costs
+includes packing and fresh memory, which is why it is far below the quantizer's rate."""
 
 from te_mx.dispatch.cost import Costs, register_costs
 

@@ -2,8 +2,6 @@
 registry chooses, by records that are made once. One token waits for the host as long as for
 the weight otherwise. The bits are those of the steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -193,7 +191,7 @@ def grouped(p: Problem) -> Plan:
     """Products of the rows of groups: one native call, one parallel region."""
     name = stream_for(p.dtype)
 
-    def run(call: FrozenCall) -> tuple[Tensor, str] | None:
+    def run(call: FrozenCall) -> "tuple[Tensor, str] | None":
         x, weights, bias_GN, out_dtype, offs, *more = call
         if any(one is not None for one in more) or not isinstance(weights, Stack) or offs is None:
             return None

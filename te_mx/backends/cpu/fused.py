@@ -1,8 +1,6 @@
 """The fused steps of the CPU: tiles of values go from the first-level cache to the quantizer, plain
 operands alone, columns as they lie."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,4 @@
-"""The GEMM kernels of the CPU: panel kernels pack both operands, stream kernels read the codes of
-rhs as they lie."""
-
-from __future__ import annotations
+"""GEMMs of the CPU: panel kernels pack both operands, stream kernels read rhs as it lies."""
 
 from typing import Any
 
@@ -153,12 +150,9 @@ def why_not_stream(name: str, problem: Problem) -> str | None:
 # NOTE: a stream kernel stands before the panel kernel of its level: for few rows and a long k the
 # codes (1.03 bytes an element) are the cheapest thing to read, cheaper than a packed weight.
 PANELS = {
-    "amx": "amx_bf16",
-    "avx512_bf16": "avx512_bf16",
-    "avx512": "avx512_f32",
-    "avx2": "avx2_f32",
+    "amx": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512_f32", "avx2": "avx2_f32",
     "portable": "portable_f32",
-}
+}  # fmt: skip
 for _rank, (_level, _name) in enumerate(PANELS.items()):
     register(Stream(f"{_level}_stream", _level, 2 * _rank))
     register(Panel(_name, _level, 2 * _rank + 1))

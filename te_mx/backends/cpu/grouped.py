@@ -1,7 +1,5 @@
 """Grouped problems on the CPU: one native call, one parallel region for all groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -102,8 +100,7 @@ class GroupedGemmCall:
     """One native grouped GEMM. It keeps the tensors alive whose addresses it holds.
 
     kernels: the names for groups of many and of few rows of lhs. lhs: an operand, or values, for
-    streams. rhs: the weights of all groups, or, of products along k, an operand.
-    """
+    streams. rhs: the weights of all groups, or, of products along k, an operand."""
 
     __slots__ = ("args", "keep")
 

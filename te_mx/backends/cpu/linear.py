@@ -1,8 +1,6 @@
 """A small linear layer as one native call each way, or once without gradients: what the host does
 between the calls of the quantizer and of the GEMM would cost more than they do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +30,14 @@ class Small(LinearKernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
-        if reason is None and not _alike(problem.lhs, problem.rhs):
-            reason = "takes inputs and weights of one element and one kind of scale"
+        if reason is None:
+            x, w = (format_fields(words_of(one)[0]) for one in (problem.lhs, problem.rhs))
+            if x | {"block_rows": 1} != w | {"block_rows": 1}:
+                reason = "takes inputs and weights of one element and one kind of scale"
         if reason is None and problem.grad:
             reason = why_not(problem._replace(lhs=problem.grad), blockwise=True)
-            if reason is None and not _multiplied(problem.lhs, problem.grad):
+            blocks = {spec_of(s).format.scaling.block for s in (problem.lhs, problem.grad)}
+            if reason is None and len(blocks) > 1:
                 reason = "takes gradients in blocks like those of inputs"
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
@@ -51,7 +52,9 @@ class Small(LinearKernel):
             Shape(*problem[:6]), (s.x, s.w, s.g), s.scale_rule, s.spread, *problem[7:]
         )
 
-    def calls(self, shape: Shape, formats: Formats, rule: str, spread: int, *how: Any) -> CpuCalls:
+    def calls(
+        self, shape: Shape, formats: Formats, rule: str, spread: int, *how: Any
+    ) -> "CpuCalls":
         x, w, _ = formats
         specs = Specs(f"{x}@rows", f"{x}@cols", f"{w}@rows", f"{w}@cols")
         form = linear_formats(formats, rule, spread, binding.KERNEL_IDS[self.name])
@@ -67,8 +70,9 @@ class SmallInfer(InferKernel, Small):
         known: dict[Any, CpuCalls] = {}
 
         def infer(
-            x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype, tag: int = -1
-        ) -> Tensor:
+            x_MK: Tensor, w_NK: Tensor, bias_N: "Tensor | None", out_dtype: torch.dtype,
+            tag: int = -1,
+        ) -> Tensor:  # fmt: skip
             key = x_MK.shape, Dtypes(x_MK.dtype, w_NK.dtype, None, out_dtype)
             calls = known.get(key)
             if calls is None:
@@ -90,17 +94,6 @@ class CpuCalls(Calls):
         status, ran = call(args)
         workspace.release(temp, nbytes)
         return -1 if status and not binding.supported(status) else ran
-
-
-def _alike(x: str, w: str) -> bool:
-    """Whether two formats differ in the rows of a block alone."""
-    one, other = (format_fields(words_of(spec)[0]) | {"block_rows": 1} for spec in (x, w))
-    return one == other
-
-
-def _multiplied(x: str, g: str) -> bool:
-    """Whether two formats differ in the element alone."""
-    return spec_of(x).format.scaling.block == spec_of(g).format.scaling.block
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):

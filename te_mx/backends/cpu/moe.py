@@ -4,8 +4,6 @@ experts run in the one parallel region of grouped products, which reads each exp
 Experts of few rows run on the stream kernel of the level; a table may choose another one for them.
 """
 
-from __future__ import annotations
-
 import torch
 
 from te_mx.backends.base import pointer

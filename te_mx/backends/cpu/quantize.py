@@ -1,7 +1,5 @@
 """The native quantizer of the CPU, and the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,7 +163,7 @@ class CpuQuantize(Kernel):
             return Quantizer(problem)
         lying = Quantizer(problem._replace(lhs=_across(col), rhs=_across(row)))
 
-        def upright(what: Quantize) -> Quantized | None:
+        def upright(what: Quantize) -> "Quantized | None":
             made = lying(what)
             if made is None:
                 return None

@@ -1,7 +1,5 @@
 """The fused steps as one step after the other, on any device."""
 
-from __future__ import annotations
-
 import struct
 from functools import lru_cache
 
@@ -14,10 +12,9 @@ from te_mx.dispatch.fused import LANES, Activation, ActParts, ActStep, Norm, Nor
 from te_mx.dispatch.registry import register
 
 # -------------------------------------------------------------------------------------- fused math
-# Normalization and activations in plain torch: the specification of their numbers.
-# Everything is fp32. Normalization is exact to the bit on every device: its sums have a fixed
-# order. Activations other than relu and its kin use the device's exp and tanh, so their last bits
-# differ.
+# Normalization and activations in plain torch: the specification of their numbers. Everything is
+# fp32. Normalization is exact to the bit on every device: its sums have a fixed order. Activations
+# other than relu and its kin use the device's exp and tanh, so last bits differ.
 _F32 = torch.float32
 
 
@@ -41,13 +38,6 @@ def inverse(cols: int) -> float:
     return struct.unpack("<f", struct.pack("<f", 1.0 / cols))[0] if cols else 0.0
 
 
-def _reciprocal_root(x: Tensor) -> Tensor:
-    """1 / sqrt(x), both rounded correctly: through fp64, because torch's own fp32 roots (MKL's, on
-    CPUs) may be an ulp off."""
-    root = x.double().sqrt().to(_F32)
-    return root.double().reciprocal().to(_F32)
-
-
 @torch.no_grad()
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype
@@ -55,15 +45,16 @@ def normalize(
     """(mean, rstd, z) of x [rows, cols]: mean = sum(x) / cols, rstd = 1 / sqrt(sum((x - mean)^2) /
     cols + eps), z = (x - mean) * rstd * weight + bias, rounded to dtype. RMSNorm has no mean.
 
-    weight and bias are fp32 [cols].
-    """
+    weight and bias are fp32 [cols]."""
     x = x.to(_F32)
     scale = inverse(x.shape[1])
     mean = None
     if norm.kind == "LayerNorm":
         mean = lane_sum(x) * scale
         x = x - mean
-    rstd = _reciprocal_root(lane_sum(x * x) * scale + norm.eps)
+    # Root and reciprocal are rounded correctly through fp64: fp32 roots of torch may be an ulp off.
+    root = (lane_sum(x * x) * scale + norm.eps).double().sqrt().to(_F32)
+    rstd = root.double().reciprocal().to(_F32)
     z = x * rstd * weight
     if bias is not None:
         z = z + bias
@@ -76,8 +67,7 @@ def normalize_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx in dtype, dweight fp32, dbias fp32) of `normalize`. With h = (x - mean) * rstd and v = dz
     * weight: dx = (v - (sum(v) / cols + h * (sum(v h) / cols))) * rstd, where RMSNorm has no
-    sum(v); dweight = sum of dz * h over the rows, dbias = sum of dz.
-    """
+    sum(v); dweight = sum of dz * h over the rows, dbias = sum of dz."""
     scale = inverse(x.shape[1])
     dz, h = dz.to(_F32), x.to(_F32)
     if mean is not None:

@@ -1,7 +1,5 @@
 """The GEMM kernels that run anywhere: the reference, and the epilogue of empty problems."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -35,8 +33,7 @@ def gemm(
     scales multiply so everywhere, 128 of k at a time. Elsewhere (fp64 is slow
     or missing there) the operands are fp32 values relative to the largest scale of their row,
     multiplied by torch.mm without TF32; numbers more than 2^100 below the largest of their row may
-    then be lost.
-    """
+    then be lost."""
     bias_grad = None
     if epilogue.bias_grad == "operand":
         bias_grad = _values(lhs).sum(1).to(_F32)

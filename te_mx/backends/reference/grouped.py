@@ -1,8 +1,5 @@
 """Grouped problems on any device: one op a group where the host knows where groups end, which is
-the specification; else every group on all rows, which waits for nothing.
-"""
-
-from __future__ import annotations
+the specification; else every group on all rows, which waits for nothing."""
 
 from typing import NamedTuple
 
@@ -48,8 +45,7 @@ from te_mx.layouts.operand import Operand, Quantized, Stack, stacked, turned
 def _padded_rows(starts: Tensor, ends: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor]:
     """(row of every row in a copy where each group starts at a block, whether it is in a group).
 
-    Rows outside go to one row behind the copy.
-    """
+    Rows outside go to one row behind the copy."""
     group, inside = inside_groups(starts, ends, rows)
     start = starts[group]
     row = torch.arange(rows, device=ends.device)

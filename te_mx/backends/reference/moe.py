@@ -1,8 +1,6 @@
 """Products of routed rows on any device: one GEMM an expert, on its own rows where the host may
 look, else on all rows. Slots sorted by expert and cut into blocks: no host waits for a device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The quantizer in plain torch, on every device: the specification of every format and layout."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

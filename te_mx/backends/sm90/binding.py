@@ -3,10 +3,7 @@ and returns a status; and what the calls of all its kernels share. Kernels make 
 their envelopes.
 
 Calls are asynchronous on the current stream, allocate results only, and never wait for the device.
-Checks of what a user passes live above.
-"""
-
-from __future__ import annotations
+Checks of what a user passes live above."""
 
 import importlib
 from functools import lru_cache
@@ -91,6 +88,15 @@ def supported(status: int) -> bool:
             "gc.disable() during it)"
         )
     raise RuntimeError(f"te_mx internal error: a Hopper kernel returned status {status}")
+
+
+def expect(status: int, what: str) -> None:
+    """Raise where a kernel does not take what its envelope let through."""
+    if not supported(status):
+        raise RuntimeError(
+            f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
+            "columns and rows of all weights in 31 bits"
+        )
 
 
 # ----------------------------------------------------------------------------------------- matrices

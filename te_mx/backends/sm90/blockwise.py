@@ -3,10 +3,7 @@
 Where both sides have blocks of 1 x 128, every column of a product has a factor of its own, which
 costs half as much again as the products. So columnwise copies whose scales are powers of two by
 their rule leave the quantizer as aligned tiles (sm90/layouts/tiles.py), and wgrad runs in the
-kernel of MXFP8.
-"""
-
-from __future__ import annotations
+kernel of MXFP8."""
 
 import torch
 

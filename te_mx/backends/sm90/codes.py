@@ -4,8 +4,6 @@ the time. From more than one block of rows on, of which each unpacks the weights
 says where unpacking them before, with inputs of 4 bits, is faster: of up to 512 rows, more always
 take longer here. The bits are those of the adaptive GEMM with as many parts of k."""
 
-from __future__ import annotations
-
 from copy import copy
 from functools import lru_cache
 
@@ -141,7 +139,7 @@ class Codes(Adaptive):
         in_loop = Products(self.name, p, best_parts(p.m, p.n, p.k, sms), as_is=True)
         before = super().make_plan(p)
 
-        def multiply(product: Product) -> Ran | None:
+        def multiply(product: Product) -> "Ran | None":
             aligned = product.rhs.codes.data_ptr() % 16 == 0
             return (in_loop(product) if aligned else None) or before(product)
 

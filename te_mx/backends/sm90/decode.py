@@ -2,8 +2,6 @@
 one or those of groups of rows. A row has the same bits whatever rows are beside it, and however
 many."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

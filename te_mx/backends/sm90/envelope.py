@@ -1,7 +1,5 @@
 """What every kernel of the Hopper backend asks of a problem."""
 
-from __future__ import annotations
-
 from te_mx.backends.native import FP4, MX, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem

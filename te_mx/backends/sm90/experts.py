@@ -1,8 +1,6 @@
 """Mixtures with many rows an expert on Hopper: slots are sorted by expert, and everything between
 the tokens and the sums over their slots lies in that order, in tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +15,6 @@ from te_mx.backends.sm90.envelope import as_multiplied, not_adaptive, why_not_ea
 from te_mx.backends.sm90.fused import makes
 from te_mx.backends.sm90.gemm import frozen_tiles, lies_in_tiles
 from te_mx.backends.sm90.grouped import (
-    expect,
     gemm_bands,
     gemm_rows,
     groups_of,
@@ -31,7 +28,7 @@ from te_mx.backends.sm90.layouts.frozen import FORMAT
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS
 from te_mx.backends.sm90.moe import HopperMoeCombine, HopperMoeGemm, in_tiles, one_copy
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import GroupedRows, Groups, Mode, QuantizeGroups
+from te_mx.dispatch.calls import GroupedRows, Groups, QuantizeGroups
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, rows_of_expert
@@ -74,8 +71,7 @@ def sort_slots(ids: Tensor, experts: int, per_row: int, expert_map: Tensor | Non
         slot_positions=made.positions.data_ptr(),
     )  # fmt: skip
     binding.set_execution(args, ids.device.index)
-    if not binding.supported(native.moe_align(args)):
-        raise RuntimeError(f"te_mx internal error: {len(ids)} slots of {experts} experts")
+    binding.expect(native.moe_align(args), f"{len(ids)} slots of {experts} experts")
     return made
 
 
@@ -95,15 +91,11 @@ def why_not_sorted(problem: Problem, *layouts: str) -> str | None:
     return reason or why_not_second(problem.rhs)
 
 
-def spread_of(mode: Mode) -> int:
-    """How tokens are aligned."""
-    return BY_ROWS if mode.precision == INVARIANT else mode.spread
-
-
-def product(lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, out: Tensor,
-            what: Any) -> Tensor:  # fmt: skip
-    """out: sorted rows times the weights of their experts."""
-    rhs = weight
+def product(
+    lhs: Operand, weight: Stack, groups: Groups, bias: Tensor | None, dtype: torch.dtype, what: Any
+) -> Tensor:
+    """Sorted rows times the weights of their experts, in a dtype."""
+    rhs, out = weight, torch.empty((lhs.rows, weight.rows), dtype=dtype, device=lhs.codes.device)
     if weight.layout is SM90_NVFP4:
         gemm_bands(GroupedRows(lhs, weight, groups, bias, out, what.mode))
         return out
@@ -137,16 +129,14 @@ class HopperExperts(ExpertsKernel):
     def run(self, what: Experts) -> Tensor:
         first, second, (tokens, top_k), x = what.first, what.second, what.ids.shape, what.x
         slots = sort_slots(what.ids, first.groups, top_k, what.expert_map)
-        groups, device = Groups(slots.ends), x.device
-        spec = f"{what.format}@sm90_rows:{spread_of(what.mode)}"
+        groups = Groups(slots.ends)
+        spread = BY_ROWS if what.mode.precision == INVARIANT else what.mode.spread
+        spec = f"{what.format}@sm90_rows:{spread}"
         quantized = quantize_groups(QuantizeGroups(x, groups, spec, "", what.rule), slots.rows).row
         assert quantized is not None
-        rows = len(slots.rows)
-        h = torch.empty((rows, first.rows), dtype=x.dtype, device=device)
-        product(quantized, first, groups, what.biases[0], h, what)
+        h = product(quantized, first, groups, what.biases[0], x.dtype, what)
         middle = self._activated(h, spec, groups, what)
-        y = torch.empty((rows, second.rows), dtype=torch.float32, device=device)
-        product(middle, second, groups, what.biases[1], y, what)
+        y = product(middle, second, groups, what.biases[1], torch.float32, what)
         out = HopperMoeCombine().run(y, top_k, x.dtype, what.weights, slots.positions)
         if out is None:
             raise RuntimeError(f"te_mx internal error: {tokens} tokens with {top_k} slots")
@@ -164,7 +154,7 @@ class HopperExperts(ExpertsKernel):
         made, _ = set_outputs(args, spec, "", (rows, width // 2), groups.offs, False)
         binding.set_execution(args, h.device.index)
         status = native.activate_grouped(args, groups_of(groups.offs, groups.capacity, rows))
-        expect(status, f"{spec} of activated {h.dtype}")
+        binding.expect(status, f"{spec} of activated {h.dtype}")
         assert made.row is not None
         return made.row
 
@@ -201,14 +191,13 @@ class HopperMoeTiles(Kernel):
         row = f"{fmt.name}@sm90_rows:{p.mode.spread}"
         lhs = quantize_groups(QuantizeGroups(values, groups, row, "", "rceil"), slots.rows).row
         assert lhs is not None
-        put_back(p, slots, lambda out: product(lhs, p.rhs, groups, p.bias, out, p))
+        put_back(p, slots, lambda dtype: product(lhs, p.rhs, groups, p.bias, dtype, p))
         return self.name
 
 
-def put_back(p: RoutedGemm, slots: Sorted, multiply: Callable[[Tensor], Tensor]) -> None:
-    """Write p.out: the rows of its slots, from what `multiply` makes of them sorted."""
-    dtype = p.out.dtype if p.weights is None else torch.float32
-    sorted_out = multiply(torch.empty(p.out.shape, dtype=dtype, device=p.out.device))
+def put_back(p: RoutedGemm, slots: Sorted, multiply: Callable[[torch.dtype], Tensor]) -> None:
+    """Write p.out: the rows of its slots, from what `multiply` makes of them sorted, in a dtype."""
+    sorted_out = multiply(p.out.dtype if p.weights is None else torch.float32)
     there = slots.positions >= 0
     made = sorted_out[slots.positions.clamp(min=0)]
     if p.weights is not None:
@@ -249,11 +238,12 @@ class HopperMoeRows(Kernel):
         if bias is not None:
             args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
 
-        def multiply(out: Tensor) -> Tensor:
+        def multiply(dtype: torch.dtype) -> Tensor:
+            out = torch.empty(p.out.shape, dtype=dtype, device=p.out.device)
             args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[out.dtype]
             scratch = workspace.acquire(out.device, args.workspace_bytes)
             args.workspace = pointer(scratch)
-            expect(native.decode(args), f"{m} rows of {p.rhs.groups} experts")
+            binding.expect(native.decode(args), f"{m} rows of {p.rhs.groups} experts")
             workspace.release(scratch, args.workspace_bytes)
             return out
 

@@ -1,8 +1,6 @@
 """Mixtures on the one copy of MXFP4 experts on Hopper (layouts/nvfp4.py), for any number of tokens:
 slots are sorted by expert, and each product is one of groups of rows (nvfp4.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 from te_mx.backends.base import why_not_dtype
 from te_mx.backends.native import MX
 from te_mx.backends.sm90.envelope import why_not_each
-from te_mx.backends.sm90.experts import MOST_EXPERTS, Sorted, sort_slots
+from te_mx.backends.sm90.experts import MOST_EXPERTS, Sorted, put_back, sort_slots
 from te_mx.backends.sm90.layouts import SM90_NVFP4
 from te_mx.backends.sm90.layouts.nvfp4 import MXFP4
 from te_mx.backends.sm90.moe import HopperMoeCombine
@@ -102,13 +100,7 @@ class Mxfp4Routed(Kernel):
         experts = p.routing.experts(len(p.out), p.rhs.groups).to(torch.int32)
         slots = sort_slots(experts, p.rhs.groups, p.routing.a_div)
         x = run.dequantize(p.lhs, torch.bfloat16)
-        dtype = p.out.dtype if p.weights is None else torch.float32
-        y = _product(x, p.rhs, slots, p.bias, dtype, gathers=True)
-        there = slots.positions >= 0
-        made = y[slots.positions.clamp(min=0)]
-        if p.weights is not None:
-            made = made * p.weights.unsqueeze(1)
-        p.out.copy_(torch.where(there.unsqueeze(1), made.to(p.out.dtype), p.out))
+        put_back(p, slots, lambda dtype: _product(x, p.rhs, slots, p.bias, dtype, gathers=True))
         return self.name
 
 

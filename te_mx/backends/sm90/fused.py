@@ -2,8 +2,6 @@
 normalizations of few rows, by a kernel that starts while the one before ends and lets a decode
 kernel behind it ask for its weights."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

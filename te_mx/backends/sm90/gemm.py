@@ -1,8 +1,6 @@
 """The GEMM kernels of Hopper: on FP8 tensor cores with aligned scales, and on the exact values in
 bf16."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,8 +148,7 @@ class Products:
 
     parts: of K. tile: the configuration, -1 where native code chooses; full: whether it has GELU,
     aux and bias gradients too. as_is: the kernel reads 4-bit codes where they lie. spreads: how
-    both sides are aligned, where the problem does not say it.
-    """
+    both sides are aligned, where the problem does not say it."""
 
     __slots__ = (
         "fp4", "full", "gemm", "index", "name", "native", "nbytes", "own_at", "packs", "record",

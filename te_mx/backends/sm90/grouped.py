@@ -1,8 +1,6 @@
 """Grouped problems on Hopper: one launch quantizes all groups, one multiplies them. Ends of groups
 may stand on the device, which reads them, and nothing here waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +23,6 @@ from te_mx.backends.native import (
     is_aligned,
     one_read,
     one_read_of_weights,
-    record_of,
     words_of,
 )
 from te_mx.backends.reference.grouped import ActGroupsReference
@@ -59,7 +56,7 @@ from te_mx.backends.sm90.layouts.factors import (
 )
 from te_mx.backends.sm90.layouts.frozen import FORMAT
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS
-from te_mx.backends.sm90.quantize import HopperDequantize, sums_too, why_not_randomly
+from te_mx.backends.sm90.quantize import HopperDequantize, pack_args, sums_too, why_not_randomly
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import (
     ActGroups,
@@ -88,8 +85,7 @@ def check_ends(groups: Groups, rows: int) -> None:
 
 def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     """End offsets on the device. Those of the CPU travel as arguments of a kernel: no copy from
-    memory that a CUDA graph could not read again.
-    """
+    memory that a CUDA graph could not read again."""
     if not offs.is_cpu:
         return offs.contiguous()
     there = torch.empty(len(offs), dtype=torch.int32, device=device)
@@ -97,16 +93,8 @@ def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     status = binding.native().upload_ends(
         offs.tolist(), there.data_ptr(), binding.stream(index), index
     )
-    expect(status, "end offsets")
+    binding.expect(status, "end offsets")
     return there
-
-
-def expect(status: int, what: str) -> None:
-    if not binding.supported(status):
-        raise RuntimeError(
-            f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
-            "columns and rows of all weights in 31 bits"
-        )
 
 
 def groups_of(offs: Tensor, capacity: int, rows: int) -> Any:
@@ -141,7 +129,7 @@ def quantize_groups(what: QuantizeGroups, gather: Tensor | None = None) -> Quant
     made, _partial = set_outputs(args, row_spec, col_spec, (rows, cols), offs, col_sum)
     binding.set_execution(args, device.index)
     status = binding.native().quantize_grouped(args)
-    expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
+    binding.expect(status, f"{len(offs)} groups of rows of {tuple(x.shape)}")
     return made
 
 
@@ -206,19 +194,8 @@ def _quantize_weights(what: QuantizeWeights) -> StackedParts:
         _set_side(args, "col", col)
     binding.set_execution(args, device.index)
     status = binding.native().quantize_stacked(args, addresses)
-    expect(status, f"{groups} weights of {(rows, cols)}")
+    binding.expect(status, f"{groups} weights of {(rows, cols)}")
     return row, col
-
-
-def _pack_args(weights: Stack, made: Stack) -> Any:
-    """The native record of contiguous plain weights that are packed."""
-    args = binding.native().PackArgs(
-        operand=record_of(binding.native(), weights), out_codes=made.codes.data_ptr(),
-        out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
-        spread=spec_of(made.spec).layout.spread,  # type: ignore[attr-defined]
-    )  # fmt: skip
-    binding.set_execution(args, weights.codes.device.index)
-    return args
 
 
 def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread: int) -> Stack:
@@ -228,10 +205,10 @@ def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread:
     is on the device."""
     sizes = weights.groups, weights.rows, weights.k
     made = binding.empty_stack(f"{weights.format.name}@sm90:{spread}", *sizes, offs.device)
-    args = _pack_args(weights, made)
+    args = pack_args(weights, made)
     args.groups = groups_of(offs, capacity, rows)
     status = binding.native().pack_stacked(args)
-    expect(status, f"{weights.groups} plain weights of {sizes[1:]}")
+    binding.expect(status, f"{weights.groups} plain weights of {sizes[1:]}")
     return made
 
 
@@ -255,7 +232,7 @@ def gemm_bands(p: GroupedRows) -> None:
         )  # fmt: skip
         binding.set_execution(args, w.codes.device.index)
         args.groups = groups_of(p.groups.offs, p.groups.capacity, len(p.out))
-        expect(native.unpack_stacked(args, w.rows), f"{w.groups} weights of {(rows, w.k)}")
+        binding.expect(native.unpack_stacked(args, w.rows), f"{w.groups} weights of {(rows, w.k)}")
         bias = None if p.bias is None else p.bias[:, first : first + rows]
         gemm_rows(p._replace(bias=bias, out=p.out[:, first : first + rows]), made)
 
@@ -264,8 +241,7 @@ def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     """The one of several matrices [n, m] that lies first, and how many rows behind it each begins;
     None unless these are whole numbers that the kernel can count.
 
-    Slices of one buffer, in any order and with gaps of whole rows, are what this is for.
-    """
+    Slices of one buffer, in any order and with gaps of whole rows, are what this is for."""
     first = min(outs, key=Tensor.data_ptr)
     base, row = first.data_ptr(), first.shape[1] * first.element_size()
     behind = [out.data_ptr() - base for out in outs]
@@ -283,7 +259,7 @@ def gemm_rows(p: GroupedRows, rhs: Stack) -> None:
     args.bias, args.bias_dtype = typed_address(bias)
     args.groups = groups_of(offs, p.groups.capacity, len(p.out))
     status = binding.native().gemm_grouped(args)
-    expect(status, f"groups of rows of {tuple(p.out.shape)} and {rhs.groups} weights")
+    binding.expect(status, f"groups of rows of {tuple(p.out.shape)} and {rhs.groups} weights")
 
 
 def gemm_k(p: GroupedK, out: Tensor, first_rows: Sequence[int] = ()) -> None:
@@ -296,7 +272,7 @@ def gemm_k(p: GroupedK, out: Tensor, first_rows: Sequence[int] = ()) -> None:
     args.along_k, args.accumulate = True, p.accumulate
     args.groups = groups_of(offs, p.groups.capacity, p.lhs.k)
     status = binding.native().gemm_grouped(args, first_rows)
-    expect(status, f"products of {tuple(out.shape)}")
+    binding.expect(status, f"products of {tuple(out.shape)}")
 
 
 def _gemm_args(lhs: Operand, rhs: Operand | Stack, m: int, n: int, k: int, out: Tensor) -> Any:
@@ -362,10 +338,10 @@ class HopperColumnsOfWeights(Kernel):
     def run(self, row: Stack, col: str, rule: str) -> Stack:
         row = row._replace(codes=row.codes.contiguous(), scales=row.scales.contiguous())
         made = binding.empty_stack(col, row.groups, row.k, row.rows, row.codes.device)
-        args = _pack_args(row, made)
+        args = pack_args(row, made)
         args.groups_count, args.rule = row.groups, SCALE_RULES[rule]
         status = binding.native().columns_of_stacked(args)
-        expect(status, f"the columns of {row.groups} plain weights of {(row.rows, row.k)}")
+        binding.expect(status, f"the columns of {row.groups} plain weights of {(row.rows, row.k)}")
         return made
 
 
@@ -560,8 +536,7 @@ class HopperGemmPlainRows(HopperGemmRows):
     they are.
 
     Quantizing a block by "rceil" again changes no value above 2^-133: the smallest scale is no
-    larger than the one that it had, and its codes times a power of two are codes there.
-    """
+    larger than the one that it had, and its codes times a power of two are codes there."""
 
     name, rank = "sm90_adaptive_plain", 1
 
@@ -720,11 +695,8 @@ class ActsOfGroups:
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index, self.dtype, self.specs = (
-            binding.native(),
-            p.place.index,
-            p.dtype,
-            p[2:4],
-        )
+            binding.native(), p.place.index, p.dtype, p[2:4],
+        )  # fmt: skip
         self.record = self.native.ActArgs(
             h_rows=p.m, h_cols=p.n, h_dtype=DTYPES[p.dtype], out_dtype=DTYPES[p.dtype],
             device=self.index, **fields_to(p.lhs, p.rhs, p.rule),

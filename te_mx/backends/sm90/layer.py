@@ -1,8 +1,6 @@
 """Whole layers of Hopper, one native call each way: the steps that autograd would run, of the same
 kernels on the same bytes, as sequences (sequence.py) with what only they read in one buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -506,10 +504,10 @@ class Plan(LayerPlan):
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
 
-        def vector(at: Place | None) -> Tensor | None:
+        def vector(at: "Place | None") -> "Tensor | None":
             return None if at is None else _values(columns, at, (p.m,), _F32)
 
-        def operands(side: tuple[At | None, ...], buffer: Any) -> tuple[Operand | None, ...]:
+        def operands(side: "tuple[At | None, ...]", buffer: Any) -> "tuple[Operand | None, ...]":
             return tuple(None if at is None else _view(buffer, at) for at in side)
 
         h = None

@@ -1,7 +1,5 @@
 """The linear layer of Hopper as one native call each way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

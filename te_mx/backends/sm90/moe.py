@@ -1,8 +1,6 @@
 """Routed rows on Hopper: one launch for the lists and one a product, which only the device needs to
 understand."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

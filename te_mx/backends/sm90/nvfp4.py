@@ -3,8 +3,6 @@ values of their codes, times codes times block scales, which are exact in 16 bit
 of 0.5625 or 0.5313 bytes a weight. Training in NVFP4: quantizers, which write what is multiplied at
 once as these values, and products of them by cuBLAS."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -29,8 +27,8 @@ from te_mx.backends.sm90.layouts.nvfp4 import (
     SM90_VALUES,
 )
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import Epilogue, Quantize, Ran
 from te_mx.dispatch.calls import Product as Multiply
+from te_mx.dispatch.calls import Quantize, Ran
 from te_mx.dispatch.fused import ACT_IDS, Target
 from te_mx.dispatch.kernels import Kernel, Plan, PreferredLayouts
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
@@ -337,7 +335,7 @@ class Convert(Kernel):
     def make_plan(self, problem: Problem) -> Any:
         values = Values(problem)
 
-        def convert(operand: Operand, spec: str) -> Operand | None:
+        def convert(operand: Operand, spec: str) -> "Operand | None":
             made = values(operand._replace(tensor_scale=None), torch.bfloat16)
             if made is None:
                 return None
@@ -397,7 +395,9 @@ class Products:
             if whole is not None and whole.dim():
                 return False
         lhs_rows, rhs_rows = left.is_contiguous(), right.is_contiguous()
-        if not (lhs_rows or left.t().is_contiguous()) or not (rhs_rows or right.t().is_contiguous()):
+        if not (lhs_rows or left.t().is_contiguous()) or not (
+            rhs_rows or right.t().is_contiguous()
+        ):
             return False
         scratch = workspace.acquire(out.device, self.nbytes)
         args = self.whole.copy(

@@ -1,8 +1,6 @@
 """The quantizers of Hopper: both directions of a matrix from one read, plain or packed for the
 GEMM; two matrices at once; and the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import is_stochastic, split_rule
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
 class Quantizer:
@@ -55,7 +53,7 @@ class Quantizer:
         return args, made, (x, partial)
 
     def two(
-        self, what: Quantize, other: Quantizer, other_what: Quantize
+        self, what: Quantize, other: "Quantizer", other_what: Quantize
     ) -> tuple[Quantized, Quantized] | None:
         """Both matrices at the same time where the GPU has room; the first without col_sum."""
         (args, made, _alive), (args2, made2, _too) = self.filled(what), other.filled(other_what)
@@ -243,18 +241,22 @@ class HopperConvert(Kernel):
     def run(self, operand: Operand, spec: str) -> Operand:
         native = binding.native()
         operand = operand.checked("operand")
-        device = operand.codes.device
         with torch.inference_mode(False):  # what is packed may outlive the mode
-            made = binding.empty_operand(spec, operand.rows, operand.k, device)
-        args = native.PackArgs(
-            operand=record_of(native, operand), out_codes=made.codes.data_ptr(),
-            out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
-            spread=spec_of(spec).layout.spread,  # type: ignore[attr-defined]
-        )  # fmt: skip
-        binding.set_execution(args, device.index)
-        if not binding.supported(native.pack(args)):
-            raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this operand")
+            sizes = operand.rows, operand.k
+            made = binding.empty_operand(spec, *sizes, operand.codes.device)
+        binding.expect(native.pack(pack_args(operand, made)), f"an operand of {operand.spec}")
         return made
+
+
+def pack_args(plain: Operand | Stack, made: Operand | Stack) -> Any:
+    """The native record of plain operands, which lie without gaps, that are packed."""
+    args = binding.native().PackArgs(
+        operand=record_of(binding.native(), plain), out_codes=made.codes.data_ptr(),
+        out_scales=made.scales.data_ptr(), out_layout=LAYOUTS["sm90"],
+        spread=spec_of(made.spec).layout.spread,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    binding.set_execution(args, plain.codes.device.index)
+    return args
 
 
 register(HopperConvert())

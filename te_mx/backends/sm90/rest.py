@@ -2,8 +2,6 @@
 where it lies. MXFP8 in tiles that give their bytes back (layouts/frozen.py), blockwise FP8 with its
 scales in the order of steps (layouts/factors.py), MXFP4 by rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -67,7 +65,7 @@ class Frozen(ReferenceRest):
             places, *codes.shape, aside.data_ptr(), room, counts.data_ptr(), index or 0,
             binding.stream(index),
         )  # fmt: skip
-        _expect(status)
+        binding.expect(status, f"a weight {tuple(codes.shape)}")
         return aside, counts.tolist()
 
     def plain(self, held: Operand | Stack) -> Parts:
@@ -81,9 +79,9 @@ class Frozen(ReferenceRest):
         index = codes.device.index
         for one in _each((codes, scales), held):
             places = [part.data_ptr() for part in one]
-            _expect(native.unpack_frozen(
-                places, held.rows, held.k, 0, 0, 0, index or 0, binding.stream(index)
-            ))  # fmt: skip
+            stream = binding.stream(index)
+            status = native.unpack_frozen(places, held.rows, held.k, 0, 0, 0, index or 0, stream)
+            binding.expect(status, f"a frozen weight {held.rows, held.k}")
         if held.packed is not None:
             frozen.put_back(held.packed, codes, scales)
         return codes, scales
@@ -119,11 +117,6 @@ def _aside(lists: list[tuple[Tensor, list[int]]], codes: Tensor, scales: Tensor)
         each = [one[part, : counts[part]] + i * size for i, (one, counts) in enumerate(lists)]
         found.append(torch.cat(each).sort()[0])
     return frozen.filled(found, codes, scales)
-
-
-def _expect(status: int) -> None:
-    if not binding.supported(status):
-        raise RuntimeError("te_mx internal error: the Hopper kernels do not keep this weight")
 
 
 register(Frozen())

@@ -1,8 +1,6 @@
 """Sequences of native calls of Hopper, made once for layers of one size: the records of their
 steps, and where in them the addresses of a run go."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

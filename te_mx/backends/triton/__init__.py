@@ -1,4 +1,3 @@
 """The Triton backend: every CUDA or HIP GPU that has no native one.
 
-Triton is imported when the first kernel runs: `kernels/` needs it, nothing else does.
-"""
+Triton is imported when the first kernel runs: `kernels/` needs it, nothing else does."""

@@ -1,7 +1,5 @@
 """Whether Triton's kernels run at a place, and what all of them need to know."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 """The fused steps in Triton: quantizers whose tiles are those of a normalization or an activation,
 after one read of x for the sums of a normalization."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

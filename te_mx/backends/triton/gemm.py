@@ -1,7 +1,5 @@
 """GEMMs in Triton: MX formats by dot_scaled, blockwise FP8 by dot and factors."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from functools import lru_cache

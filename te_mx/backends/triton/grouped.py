@@ -1,8 +1,6 @@
 """Groups of rows whose ends the device knows, in Triton. Where the host knows them, groups run one
 after the other (backends/reference/grouped.py), each on the kernels of one matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

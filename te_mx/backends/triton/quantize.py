@@ -1,7 +1,5 @@
 """The quantizer and the way back, in Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

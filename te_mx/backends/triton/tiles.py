@@ -1,9 +1,6 @@
 """Tiles of products, a table a target, and into how many parts k is cut.
 
-On sm_90 they were timed; elsewhere they fit shared memory (tests/backends/triton/targets.py).
-"""
-
-from __future__ import annotations
+On sm_90 they were timed; elsewhere they fit shared memory (tests/backends/triton/targets.py)."""
 
 from functools import lru_cache
 from typing import NamedTuple

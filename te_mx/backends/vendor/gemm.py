@@ -1,8 +1,6 @@
 """GEMMs by torch.nn.functional.scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp) and
 scaled_grouped_mm (GroupedBlas.cpp beside it)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -44,8 +42,7 @@ def capability(index: int) -> int | str | None:
 
 @lru_cache(maxsize=64)
 def groups(index: int) -> bool:
-    """Whether torch multiplies groups with block scales on a GPU: B200 alone, and where it was
-    built with MSLK."""
+    """Whether torch multiplies groups with block scales on a GPU: B200, built with MSLK."""
     if torch.version.hip is not None or capability(index) is None:
         return False
     built = any(one in torch.__config__.show() for one in ("USE_MSLK", "USE_FBGEMM_GENAI"))
@@ -116,7 +113,7 @@ class ScaledMM(Kernel):
             return self.run
         rest = behind(self, problem)  # fp32 sums, which epilogues work on, are not given there
 
-        def plan(p: Product) -> Ran | None:
+        def plan(p: Product) -> "Ran | None":
             if p.epilogue == Epilogue():
                 return self.run(p)
             return None if rest is None else rest(p)
@@ -235,7 +232,7 @@ class ScaledGroupedMM(Kernel):
     def make_plan(self, problem: Problem) -> Any:
         rest = behind(self, problem)  # torch adds no bias
 
-        def plan(p: GroupedRows) -> str | None:
+        def plan(p: GroupedRows) -> "str | None":
             if p.bias is None:
                 return self.run(p)
             return None if rest is None else rest(p)
@@ -280,7 +277,7 @@ class ScaledGroupedK(Kernel):
     def make_plan(self, problem: Problem) -> Any:
         rest = behind(self, problem)  # torch adds to nothing
 
-        def plan(p: GroupedK) -> str | None:
+        def plan(p: GroupedK) -> "str | None":
             if not p.accumulate:
                 return self.run(p)
             return None if rest is None else rest(p)

@@ -1,7 +1,5 @@
 """What torch.nn.functional.scaled_mm asks of scales, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -18,8 +16,7 @@ class Swizzled(Layout):
 
     Tiles of 128 rows and 4 blocks lie behind each other, those of the same rows first; in a tile
     the scale of row r and block b is byte (r % 32) * 16 + r // 32 * 4 + b. What pads is 0. cuBLAS,
-    "1D Block Scaling Factors Layout".
-    """
+    "1D Block Scaling Factors Layout"."""
 
     name = "torch_swizzled"
     refused = "formats but MX ones and NVFP4 with blocks of one row"
@@ -68,9 +65,8 @@ def of_stack(scales: Tensor) -> Tensor:
 
 
 def of_groups(scales: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Scales [rows, blocks] of tokens, swizzled, the rows of every group rounded up to 128:
-    [rows // 128 * 128 + groups * 128, blocks rounded up to 4], which every split fits. No host
-    waits."""
+    """Scales [rows, blocks] of tokens, swizzled, the rows of every group rounded up to 128: [rows
+    // 128 * 128 + groups * 128, blocks rounded up to 4], for every split."""
     rows, blocks = scales.shape
     tall = scale_rows(rows, len(ends), _TALL) * _TALL
     padded = (ends - starts + _TALL - 1) // _TALL * _TALL

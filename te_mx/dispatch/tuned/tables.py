@@ -2,10 +2,7 @@
 
 The table of a device comes with te_mx, if one was measured: <device>.csv beside this file. Those of
 users come first, the last one before all: `te_mx.use_tuned_table`, then TE_MX_TUNED, paths of
-files with the separator of PATH between them, or "off" for no tables at all.
-"""
-
-from __future__ import annotations
+files with the separator of PATH between them, or "off" for no tables at all."""
 
 import csv
 import io
@@ -37,8 +34,7 @@ class Key(NamedTuple):
 
     device: the name of a device (tables.device_name). operation: an op of the registry. x, w:
     formats of lhs and rhs, the input and the weight. n, k, m: D[m, n] = lhs[m, k] @ rhs[n, k]^T.
-    experts, top_k: of a mixture of experts, else 0.
-    """
+    experts, top_k: of a mixture of experts, else 0."""
 
     device: str
     operation: str
@@ -56,8 +52,7 @@ class Row(NamedTuple):
 
     use: the kernel to run, "default" or "steps". configuration: of this kernel, "" for its own
     choice. us: microseconds of what is used. default, default_us: what ran without a table when
-    this was measured, and its time.
-    """
+    this was measured, and its time."""
 
     key: Key
     use: str
@@ -93,8 +88,7 @@ def served(m: int) -> range:
 def read(path: Path) -> list[Row]:
     """The rows of a csv file; lines that start with # are for people.
 
-    Raises ValueError for a file that is no table, with the line that is wrong.
-    """
+    Raises ValueError for a file that is no table, with the line that is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

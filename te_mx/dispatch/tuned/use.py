@@ -1,7 +1,5 @@
 """Tables of the user: add one, or forget those that were added."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -23,8 +21,7 @@ def use_tuned_table(path: str | os.PathLike[str] | None) -> int:
         path: a csv file; None forgets all files that were added, and reads the others anew.
 
     Returns:
-        The number of rows in the file, whatever device they are for; of None, how many files were
-        forgotten.
+        The number of rows in the file, for any device; of None, how many files were forgotten.
 
     Raises:
         TypeError: path is no path.

@@ -1,8 +1,5 @@
 """Checkpoints of others, one file a schema: what its quantization_config says of the tensors
-(`plan`), and what it looks like where te_mx writes it (`STYLES`). `tensors.py` puts them into
-modules."""
-
-from __future__ import annotations
+(`plan`), and how te_mx writes it (`STYLES`). `tensors.py` puts them into modules."""
 
 from typing import Any
 

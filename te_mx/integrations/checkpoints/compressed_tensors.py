@@ -1,8 +1,6 @@
 """compressed-tensors, which llm-compressor writes: MXFP8, MXFP6 (E2M3) and MXFP4 with E8M0 scales,
 NVFP4 with ``weight_global_scale``, the reciprocal of the tensor scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from te_mx import formats

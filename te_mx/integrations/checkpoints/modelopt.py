@@ -1,8 +1,6 @@
 """ModelOpt: MXFP8, FP8 with a scale a tensor and NVFP4 with ``weight_scale_2``, one format for all
 or layer by layer (MIXED_PRECISION)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from te_mx.integrations.checkpoints.plan import SCALE, Plan, Style, width

@@ -1,7 +1,5 @@
 """What a quantization_config in config.json says of the tensors of a checkpoint."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
@@ -32,7 +30,7 @@ class Plan(NamedTuple):
     reciprocal: bool = False
     of_tensor: bool = False
     inputs: str = ""
-    layers: dict[str, Plan] | None = None
+    layers: "dict[str, Plan] | None" = None
     only: tuple[str, ...] = ()
 
     @property
@@ -40,7 +38,7 @@ class Plan(NamedTuple):
         """Whether scales are E8M0 bytes."""
         return formats.get(self.fmt).scaling.scale == "e8m0"
 
-    def of(self, name: str) -> Plan:
+    def of(self, name: str) -> "Plan":
         """The plan of a layer, or of the layers inside of it (experts)."""
         layers = self.layers or {}
         inside = (one for at, one in layers.items() if at.startswith(f"{name}."))

@@ -1,10 +1,6 @@
-"""AMD's Quark: MXFP8, MXFP6 and MXFP4 with E8M0 scales, in tensors of the same two names whatever
-the bits.
+"""AMD's Quark: MXFP8, MXFP6 and MXFP4 with E8M0 scales, in tensors of the same two names.
 
-te_mx reads it and saves what it read, and makes no such config of its own.
-"""
-
-from __future__ import annotations
+te_mx reads it and saves what it read, and makes no such config of its own."""
 
 from typing import Any
 

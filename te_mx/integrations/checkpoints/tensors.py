@@ -1,8 +1,6 @@
 """What stands in a module while Transformers loads codes into it, scales in the dtypes that others
 give them, and what is made of both."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -90,8 +88,7 @@ class Scales(_EachTensor):
 
 
 class Numbers(_EachTensor):
-    """The first step for a number a matrix, in files of this shape: [1, 1], which merge as matrices
-    do. back: the other way."""
+    """The first step for a number a matrix, of this shape in files: [1, 1], merged as matrices."""
 
     def __init__(self, shape: tuple[int, ...], back: bool = False) -> None:
         self.shape, self.back = shape, back
@@ -133,8 +130,7 @@ class OneAMatrix(_EachTensor):
 
 def refuse_casts(files: Any, plan: Plan) -> None:
     """Raise ValueError for codes, and scales that are to be bytes, in another dtype in safetensors
-    files where Transformers would cast them: before 5.21 it does not ask quantizers
-    (``get_new_dtype``)."""
+    files where Transformers would cast them: before 5.21 it asks no quantizer."""
     if hasattr(HfQuantizer, "get_new_dtype"):
         return
     code_end, scale_end = plan.ends[:2]

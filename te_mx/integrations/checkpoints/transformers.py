@@ -1,8 +1,6 @@
 """Transformers' own schemas: ``mxfp8`` and ``fp8``, which DeepSeek's checkpoints have, with scales
 in ``weight_scale_inv``, and ``mxfp4``, the experts of gpt-oss in ``*_blocks`` and ``*_scales``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from te_mx import formats

@@ -6,10 +6,7 @@ from te_mx.te.attention import DotProductAttention
 from te_mx.te.multihead_attention import MultiheadAttention
 
 __all__ = [
-    "DotProductAttention",
-    "MultiheadAttention",
-    "RotaryPositionEmbedding",
-    "apply_rotary_pos_emb",
-]
+    "DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb",
+]  # fmt: skip
 
 __getattr__ = reader(__name__)

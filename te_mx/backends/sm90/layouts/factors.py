@@ -11,10 +11,7 @@ S = ceil(K/128) steps of 128 along K.
 
 Tokens of groups have tiles of their own for every group, where `groups` has them:
 "sm90_factors_rows" and "sm90_factors_k" are its layouts with 128 numbers for a tile instead of 132
-words.
-"""
-
-from __future__ import annotations
+words."""
 
 import torch
 from torch import Tensor

@@ -15,10 +15,7 @@ copy is enough, of 1.032 bytes a number.
   blocks of NaN that are not 0x7F. The second has scale bytes, place row * ceil(k/32) + block. The
   shorter one is filled up with its last entry, or with what place 0 holds.
 - A tile of which MOST_ASIDE codes and more would be rounded is of the next class: row-shared, then
-  spread, where nothing is.
-"""
-
-from __future__ import annotations
+  spread, where nothing is."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -72,7 +69,7 @@ def packed_and_listed(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, li
     cls, tile_e, row_e = tiles._align(e, counts, how)
     table, back = (one.to(codes.device) for one in (tiles.shift_table(FORMAT), _back()))
 
-    def shifted(target: Tensor) -> tuple[Tensor, Tensor]:
+    def shifted(target: Tensor) -> "tuple[Tensor, Tensor]":
         """Codes times 2^(e - target), and which of them do not come back."""
         d = torch.where(counts, (target[..., None] - e).clamp(0, MAX_SPREAD), 0)[..., None]
         made = table.view(-1)[d * 256 + c.long()]

@@ -18,8 +18,6 @@ In "sm90_k" codes are 0 from the end of a group to the end of its last tile (0x7
 NaN). Weights are one operand of layout "sm90" a group, behind each other.
 """
 
-from __future__ import annotations
-
 import torch
 
 from te_mx.backends.sm90.layouts import tiles as packed_tiles

@@ -2,8 +2,6 @@
 them, the bytes of csrc/include/te_mx/sm90_nvfp4.h; and NVFP4 that is multiplied at once, as what it
 stands for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -31,10 +31,7 @@ of 32 have one scale: their tiles are of class 0, 1 or, with E > 190, 3.
 - scales: int32 [S, T', 132], T' = T rounded up to even. One tile's words lie together and reach
   shared memory with its codes. Word r < 128 belongs to row r: classes 0 and 1 hold the bits of the
   fp32 number 2^(E - 127); classes 2 and 3 hold four scale bytes, the first block lowest, 0 for
-  blocks of zeros, 255 for NaN. Word 128 is the class, word 129 is E, the others are 0.
-"""
-
-from __future__ import annotations
+  blocks of zeros, 255 for NaN. Word 128 is the class, word 129 is E, the others are 0."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -127,8 +124,7 @@ def shift_table(fmt: str) -> Tensor:
     """uint8 [16, 256]: entry [d, c] is code c times 2^-d, rounded to nearest even. Of MXFP4: the
     code of E4M3 that is code c times 2^(6 - d). Zeros for d 15.
 
-    NaN and infinities stay what they are, zeros keep their sign.
-    """
+    NaN and infinities stay what they are, zeros keep their sign."""
     if is_fp4(fmt):
         values = code_values(fmt).double() * 2.0**FP4_HEADROOM
         rows = [(values * 2.0**-d).to(E4M3.torch_dtype) for d in range(FP4_SPREAD + 1)]  # exact
@@ -161,8 +157,7 @@ class _Aligned(NamedTuple):
 
 def _blocks(codes: Tensor, scales: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     """Tiles codes uint8 [T, 128, S, 4, 32], bytes int64 [T, 128, S, 4] and counting blocks bool [T,
-    128, S, 4].
-    """
+    128, S, 4]."""
     rows, k = codes.shape
     tiles, steps = -(-rows // TILE), -(-k // TILE)
     full_codes = codes.new_zeros(tiles * TILE, steps * TILE)
@@ -211,8 +206,7 @@ def _check_operand(codes: Tensor, scales: Tensor, spread: int) -> None:
 def classes_of(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) -> Tensor:
     """uint8 [T, S]: the class that every tile of an MX operand gets when it is packed.
 
-    Arguments and errors are those of `pack`.
-    """
+    Arguments and errors are those of `pack`."""
     _check_operand(codes, scales, spread)
     _, e, counts = _blocks(codes, scales, fmt)
     return _align(e, counts, alignment(fmt, spread)).cls.to(torch.uint8)
@@ -222,8 +216,7 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
     """Pack an MX operand: codes uint8 [R, K], one a byte, scales uint8 [R, ceil(K/32)] ->
     PackedOperand.
 
-    Raises ValueError when the scales do not fit the codes, or spread is not in 0..8.
-    """
+    Raises ValueError when the scales do not fit the codes, or spread is not in 0..8."""
     _check_operand(codes, scales, spread)
     rows, k = codes.shape
     c, e, counts = _blocks(codes, scales, fmt)
@@ -308,8 +301,7 @@ def takes_wide(fmt: Format) -> bool:
 def block_bytes(scales: Tensor, k: int) -> Tensor:
     """uint8 [R, ceil(k/32)]: the scale bytes of MX for fp32 powers of two [R, ceil(k/128)].
 
-    Raises ValueError for scales that are no powers of two (or NaN). Waits for a device.
-    """
+    Raises ValueError for scales that are no powers of two (or NaN). Waits for a device."""
     bits = scales.view(torch.int32)
     exponents = bits >> 23
     powers = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents < 255)
