@@ -13,6 +13,7 @@
 #pragma once
 
 #include "common/shares.cuh"
+#include "common/stages.cuh"
 #include "decode/decode_input.cuh"
 #include "decode/decode_out.cuh"
 #include "mxtile/sm90/cluster.cuh"
@@ -141,17 +142,9 @@ struct FactorPlace {
     }
   }
   __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
-    const int ahead = min(p.stages, length);
-    for (int i = 0; i < ahead; ++i) ask_weights(map, i, i);
-    tile::await_predecessors();
-    for (int i = 0; i < ahead; ++i) ask_x(i, i);
-    int s = 0, phase = 0;
-    for (int i = ahead; i < length; ++i) {
-      tile::mbar_wait(empty + 8 * s, phase);
-      ask_weights(map, i, s);
-      ask_x(i, s);
-      if (++s == p.stages) s = 0, phase ^= 1;
-    }
+    ask_stages(
+        p.stages, length, empty, [&](int i, int s) { ask_weights(map, i, s); },
+        [] { tile::await_predecessors(); }, [&](int i, int s) { ask_x(i, s); });
   }
   __device__ __forceinline__ void all_may_send() const {
     if (p.cluster == 1) return;

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "common/shares.cuh"
+#include "common/stages.cuh"
 #include "decode/decode_out.cuh"
 #include "mxtile/sm90/cluster.cuh"
 #include "mxtile/sm90/mma.cuh"
@@ -159,17 +160,12 @@ struct Nvfp4Place {
     }
   }
   __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
-    const int ahead = min(p.stages, length);
-    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
-    if (!Math::kMakes && rows.early()) tile::await_predecessors();
-    for (int i = 0; i < ahead; ++i) ask_x(map, i, i);
-    int s = 0, phase = 0;
-    for (int i = ahead; i < length; ++i) {
-      tile::mbar_wait(empty + 8 * s, phase);
-      ask_weights(i, s);
-      ask_x(map, i, s);
-      if (++s == p.stages) s = 0, phase ^= 1;
-    }
+    ask_stages(
+        p.stages, length, empty, [&](int i, int s) { ask_weights(i, s); },
+        [&] {
+          if (!Math::kMakes && rows.early()) tile::await_predecessors();
+        },
+        [&](int i, int s) { ask_x(map, i, s); });
   }
 };
 
