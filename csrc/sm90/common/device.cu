@@ -1,6 +1,7 @@
 #include "common/device.h"
 
 #include <atomic>
+#include <iterator>
 
 namespace te_mx::sm90 {
 
@@ -40,6 +41,28 @@ Device current_device() {
     sms[slot].store(device.sms, std::memory_order_relaxed);
   }
   return device;
+}
+
+Status allow_smem(const void* kernel) {
+  int device = 0;
+  cudaGetDevice(&device);
+  // NOTE: a kernel that took the place of another one is asked about again.
+  static std::atomic<uint64_t> allowed[1024];
+  const uint64_t key = reinterpret_cast<uintptr_t>(kernel) ^ static_cast<uint64_t>(device) << 48;
+  std::atomic<uint64_t>& place = allowed[(key >> 4 ^ key >> 14 ^ key >> 48) % std::size(allowed)];
+  if (place.load(std::memory_order_relaxed) == key) return Status::ok;
+  int most = 0;
+  cudaFuncAttributes has;
+  cudaError_t error =
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&has, kernel);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - static_cast<int>(has.sharedSizeBytes));
+  }
+  if (error != cudaSuccess) return started(error);
+  place.store(key, std::memory_order_relaxed);
+  return Status::ok;
 }
 
 DeviceScope::DeviceScope(int device) {

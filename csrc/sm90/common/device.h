@@ -20,6 +20,10 @@ Device current_device();
 // The status of a launch, or of a call on its way there; error_text() says what the runtime said.
 Status started(cudaError_t error);
 
+// Lets a kernel have all the dynamic shared memory that a CTA of the current device may have. Asks
+// the driver once for each kernel and device: it is called at every launch.
+Status allow_smem(const void* kernel);
+
 // Of the last launch of this thread that failed; "" without one.
 const char* error_text();
 

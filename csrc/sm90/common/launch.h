@@ -32,6 +32,10 @@ template <class... Params, class... Args>
 Status launch_early(void (*kernel)(Params...), const Launch& at, Args&&... args) {
   cudaLaunchAttribute attributes[2];
   unsigned count = 0;
+  if (at.smem > 0) {
+    const Status status = allow_smem(reinterpret_cast<const void*>(kernel));
+    if (status != Status::ok) return status;
+  }
   if (at.early) {
     cudaLaunchAttribute& early = attributes[count++] = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

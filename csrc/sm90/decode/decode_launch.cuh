@@ -49,16 +49,6 @@ Status launch_decode(const DecodeParams& p, const DecodeCodes& w, const DecodeRo
                                    w.row_bytes, w.ld, kDecodeRows, Math::kQuadBytes / kDecodeRows))
     return Status::unsupported;
   const auto kernel = &decode_kernel<Math>;
-  static thread_local int prepared = -1;  // the device whose limit is raised
-  int device = 0;
-  cudaGetDevice(&device);
-  if (prepared != device) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             decode_smem(Math::kWarps, Math::kRows, Math::kPrepared));
-    if (error != cudaSuccess) return started(error);
-    prepared = device;
-  }
   const dim3 grid(static_cast<unsigned>(p.clusters * p.split.cluster),
                   static_cast<unsigned>(blocks));
   const int smem = std::max(p.room.bytes, kDecodeLeastSmem);

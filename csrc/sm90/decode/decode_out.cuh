@@ -124,6 +124,28 @@ __device__ __forceinline__ void write_eight(const DecodeOut& out, int64_t row, i
   store_eight(out.out, row * out.ld + n, out.dtype, v, count);
 }
 
+// Adds the parts of this CTA's fragments up: half a warp has a fragment, a lane a row of x and
+// eight of the weights, which lie side by side in a row of out. Fragment rank + i * cluster of a
+// tile, which has kWarps of them one below the other, is the i-th in at.sums(), its parts one
+// behind the other, kParts of every CTA. n0: the first weights of the tile; rows: of x that there
+// are. write(col, n, count, v): row `col` of x, from n on.
+template <int kWarps, int kThreads, int kParts, class At, class Write>
+__device__ __forceinline__ void finish_fragments(const At& at, int rank, int n0, int rows,
+                                                 const Write& write) {
+  const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
+  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += kThreads / 16) {
+    const int fragment = rank + slot * at.p.cluster, col = fragment / kWarps * 8 + lane / 2;
+    const int n = n0 + fragment % kWarps * 16 + half * 8, count = min(8, at.p.n - n);
+    if (col >= rows || count <= 0) continue;
+    const int parts = at.p.cluster * kParts;
+    const float* const from = reinterpret_cast<const float*>(at.sums()) + slot * parts * 128 +
+                              lane / 4 * 4 + half * 2 + lane / 2 % 2;
+    float v[8];
+    add_parts(from, parts, v);
+    write(col, n, count, v);
+  }
+}
+
 // Rows of a block whose out is written by finish_few(); of more, by finish_wide().
 inline constexpr int kFinishRows = 8;
 

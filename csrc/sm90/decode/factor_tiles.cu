@@ -16,15 +16,6 @@ Status run(FactorTilesParams p, const DecodeTask& t, int cluster) {
                                    t.w.row_bytes, t.w.ld, kFactorTile))
     return Status::unsupported;
   const auto kernel = &factor_tiles<Math>;
-  static thread_local int prepared = -1;  // the device whose limit is raised
-  int device = 0;
-  cudaGetDevice(&device);
-  if (prepared != device) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Math::kSmem);
-    if (error != cudaSuccess) return started(error);
-    prepared = device;
-  }
   const int tiles = (p.n + kFactorTile - 1) / kFactorTile;
   const dim3 grid(static_cast<unsigned>(tiles * p.blocks * cluster));
   const int smem = std::max(room.bytes, Math::kLeastSmem);

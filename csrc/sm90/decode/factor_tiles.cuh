@@ -13,6 +13,7 @@
 #pragma once
 
 #include "common/shares.cuh"
+#include "common/stages.cuh"
 #include "decode/decode_input.cuh"
 #include "decode/decode_out.cuh"
 #include "mxtile/sm90/cluster.cuh"
@@ -141,17 +142,9 @@ struct FactorPlace {
     }
   }
   __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
-    const int ahead = min(p.stages, length);
-    for (int i = 0; i < ahead; ++i) ask_weights(map, i, i);
-    tile::await_predecessors();
-    for (int i = 0; i < ahead; ++i) ask_x(i, i);
-    int s = 0, phase = 0;
-    for (int i = ahead; i < length; ++i) {
-      tile::mbar_wait(empty + 8 * s, phase);
-      ask_weights(map, i, s);
-      ask_x(i, s);
-      if (++s == p.stages) s = 0, phase ^= 1;
-    }
+    ask_stages(
+        p.stages, length, empty, [&](int i, int s) { ask_weights(map, i, s); },
+        [] { tile::await_predecessors(); }, [&](int i, int s) { ask_x(i, s); });
   }
   __device__ __forceinline__ void all_may_send() const {
     if (p.cluster == 1) return;
@@ -194,25 +187,6 @@ struct FactorSums {
     }
   }
 };
-
-// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
-// a row of x and eight of the weights.
-template <class Math>
-__device__ __forceinline__ void finish_factor_tile(const FactorPlace<Math>& at) {
-  const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
-  const int row0 = at.block * Math::kCols, count = min(Math::kCols, at.p.m - row0);
-  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += kFactorMath / 16) {
-    const int fragment = at.rank + slot * at.p.cluster, col = fragment / 8 * 8 + lane / 2;
-    const int n = at.tile_n * kFactorTile + fragment % 8 * 16 + half * 8;
-    const int there = min(8, at.p.n - n);
-    if (col >= count || there <= 0) continue;
-    const float* const from = reinterpret_cast<const float*>(at.sums()) +
-                              slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
-    float v[8];
-    add_parts(from, at.p.cluster, v);
-    write_eight(at.p.out, int64_t{row0} + col, n, 0, there, v);
-  }
-}
 
 template <class Math>
 __global__ void __launch_bounds__(kFactorThreads, 1)
@@ -296,7 +270,12 @@ __global__ void __launch_bounds__(kFactorThreads, 1)
   } else {
     tile::named_barrier(kMath, kFactorMath);
   }
-  finish_factor_tile(at);
+  const int row0 = at.block * Math::kCols;
+  finish_fragments<kFactorMath / 32, kFactorMath, 1>(
+      at, at.rank, at.tile_n * kFactorTile, min(Math::kCols, p.m - row0),
+      [&](int col, int n, int count, float (&v)[8]) {
+        write_eight(p.out, int64_t{row0} + col, n, 0, count, v);
+      });
 }
 
 }  // namespace te_mx::sm90

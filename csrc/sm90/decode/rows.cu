@@ -25,15 +25,6 @@ Status run(RowsParams p, const DecodeTask& t, int blocks) {
     const Status status = launch_align(p.x, blocks, t.stream);
     if (status != Status::ok) return status;
   }
-  static thread_local int prepared = -1;  // the device whose limit is raised
-  int device = 0;
-  cudaGetDevice(&device);
-  if (prepared != device) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        rows_kernel<Math>, cudaFuncAttributeMaxDynamicSharedMemorySize, kWideSmem);
-    if (error != cudaSuccess) return started(error);
-    prepared = device;
-  }
   const dim3 grid((p.n + kRowsWeights - 1) / kRowsWeights, blocks);
   const int smem = std::max(rows_room<Math>(p.stages, p.x.quads).bytes, kDecodeLeastSmem);
   return launch_early(rows_kernel<Math>, {grid, kRowsThreads, t.stream, smem}, map, p);

@@ -13,6 +13,7 @@
 // after the other and passes the sums on.
 #pragma once
 
+#include "common/stages.cuh"
 #include "decode/wide_kernel.cuh"
 #include "gemm/gemm_factors.cuh"
 #include "gemm/gemm_gelu.cuh"
@@ -168,18 +169,13 @@ struct RowsProducer {
     }
   }
   __device__ __forceinline__ void ask_all() const {
-    const int stages = at.p.stages, ahead = min(stages, at.length);
-    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
-    tile::await_predecessors();
-    ask_scales();
-    for (int i = 0; i < ahead; ++i) ask_x(i, i);
-    int s = 0, phase = 0;
-    for (int i = ahead; i < at.length; ++i) {
-      tile::mbar_wait(at.empty + 8 * s, phase);
-      ask_weights(i, s);
-      ask_x(i, s);
-      if (++s == stages) s = 0, phase ^= 1;
-    }
+    ask_stages(
+        at.p.stages, at.length, at.empty, [&](int i, int s) { ask_weights(i, s); },
+        [&] {
+          tile::await_predecessors();
+          ask_scales();
+        },
+        [&](int i, int s) { ask_x(i, s); });
   }
 };
 

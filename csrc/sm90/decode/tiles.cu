@@ -29,15 +29,6 @@ Status run(TilesParams p, const DecodeTask& t) {
     if (status != Status::ok) return status;
   }
   const auto kernel = &tiles_kernel<Math>;
-  static thread_local int prepared = -1;  // the device whose limit is raised
-  int device = 0;
-  cudaGetDevice(&device);
-  if (prepared != device) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWideSmem);
-    if (error != cudaSuccess) return started(error);
-    prepared = device;
-  }
   // NOTE: scales have an even number of tiles.
   const int tiles = (p.n + kTilesRows - 1) / kTilesRows, ctas = Math::kPeers * p.cluster;
   const dim3 grid((tiles + Math::kPeers - 1) / Math::kPeers * p.blocks * ctas);

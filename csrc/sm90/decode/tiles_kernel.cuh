@@ -173,24 +173,6 @@ __device__ __forceinline__ void send_tiles(const TilesPlace<Math>& at, const Til
   }
 }
 
-// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
-// a row of x and eight of the weights.
-template <class Math>
-__device__ __forceinline__ void finish_tiles(const TilesPlace<Math>& at) {
-  const int lane = threadIdx.x % 16, half = lane % 2, count = at.rows().count, mine = at.mine();
-  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += kTilesMath / 16) {
-    const int fragment = at.part + slot * at.p.cluster, col = fragment / 8 * 8 + lane / 2;
-    const int n = at.tile_n * kTilesRows + fragment % 8 * kDecodeRows + half * 8;
-    const int there = min(8, at.p.n - n);
-    if (col >= count || there <= 0) continue;
-    const float* const from = reinterpret_cast<const float*>(at.sums()) +
-                              slot * at.p.cluster * 128 + lane / 4 * 4 + half * 2 + lane / 2 % 2;
-    float v[8];
-    add_parts(from, at.p.cluster, v);
-    write_eight(at.p.out, int64_t{at.rows().first} + col, n, 0, there, v);
-  }
-}
-
 template <class Math>
 __global__ void __launch_bounds__(kTilesThreads, 2)
     tiles_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ TilesParams p) {
@@ -320,7 +302,11 @@ __global__ void __launch_bounds__(kTilesThreads, 2)
   } else {
     tile::named_barrier(kMath, kTilesMath);
   }
-  finish_tiles(at);
+  finish_fragments<kTilesMath / 32, kTilesMath, 1>(
+      at, at.part, at.tile_n * kTilesRows, at.rows().count,
+      [&](int col, int n, int count, float (&v)[8]) {
+        write_eight(at.p.out, int64_t{at.rows().first} + col, n, 0, count, v);
+      });
 }
 
 }  // namespace te_mx::sm90

@@ -10,10 +10,11 @@ template <class T, tile::Fp8 kFmt, Sink kSink>
 Status launch_instance(const ActParams& p, dim3 grid, cudaStream_t stream) {
   using Smem = SinkSmem<T, kSink>;
   if (p.grad.data == nullptr) {
-    return launch_fused(act_kernel<T, kFmt, kSink>, grid,
-                        fused_smem_bytes<T, Smem>(1 + p.act.gated), stream, p);
+    const int smem = fused_smem_bytes<T, Smem>(1 + p.act.gated);
+    return launch_early(act_kernel<T, kFmt, kSink>, {grid, kQuantizeThreads, stream, smem}, p);
   }
-  return launch_fused(dact_kernel<T, kFmt, kSink>, grid, fused_smem_bytes<T, Smem>(2), stream, p);
+  return launch_early(dact_kernel<T, kFmt, kSink>,
+                      {grid, kQuantizeThreads, stream, fused_smem_bytes<T, Smem>(2)}, p);
 }
 
 // fp16, fp32 and FP4 have one instance for packed and plain codes. FP4 is made of bf16 alone.

@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4              
 template <class In, class T, tile::Fp8 kFmt, Sink kSink>
 Status launch_instance(const NormParams& p, unsigned ctas, cudaStream_t stream) {
   constexpr int kSmem = fused_smem_bytes<In, SinkSmem<T, kSink>>(1);
-  return launch_fused(norm_kernel<In, T, kFmt, kSink>, dim3(ctas), kSmem, stream, p);
+  return launch_early(norm_kernel<In, T, kFmt, kSink>,
+                      {dim3(ctas), kQuantizeThreads, stream, kSmem}, p);
 }
 
 template <class In, class T, tile::Fp8 kFmt>

@@ -279,14 +279,4 @@ inline Status sink_params(const QuantizeTask& a, const QuantizeOut& to, FactorPa
   return sink_params(a, to, (a.rows + 127) / 128, a.rows, p);
 }
 
-// Lets a kernel have its shared memory, and launches it so that it starts while its predecessor
-// ends.
-template <class P>
-Status launch_fused(void (*kernel)(P), dim3 grid, int smem, cudaStream_t stream, const P& p) {
-  const Status status =
-      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-  if (status != Status::ok) return status;
-  return launch_early(kernel, {grid, kQuantizeThreads, stream, smem}, p);
-}
-
 }  // namespace te_mx::sm90

@@ -150,7 +150,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024
 
 template <class Dz, class X>
 Status launch_backward(const GradParams& p, unsigned ctas, cudaStream_t stream) {
-  return launch_fused(norm_backward_kernel<Dz, X>, dim3(ctas), kGradSmem<Dz, X>, stream, p);
+  return launch_early(norm_backward_kernel<Dz, X>,
+                      {dim3(ctas), kQuantizeThreads, stream, kGradSmem<Dz, X>}, p);
 }
 
 int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }

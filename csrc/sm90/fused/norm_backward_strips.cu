@@ -235,11 +235,8 @@ Status launch(const NormGradTask& a, int pieces, cudaStream_t stream) {
   const StripParams p{a, pieces, each * S::kRows};
   const auto kernel = norm_backward_strips_kernel<kCtas>;
   const int smem = S::smem_bytes(pieces);
-  Status status =
-      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-  if (status != Status::ok) return status;
   const dim3 grid(static_cast<unsigned>(units * kCtas));
-  status = launch_early(kernel, {grid, kQuantizeThreads, stream, smem, kCtas}, p);
+  const Status status = launch_early(kernel, {grid, kQuantizeThreads, stream, smem, kCtas}, p);
   if (status != Status::ok) return status;
   return launch_sums(a.partial, a.sums, DType::f32, units, 2 * a.cols, stream);
 }

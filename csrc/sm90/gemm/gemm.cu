@@ -76,8 +76,7 @@ Status ClusterCount::of(int device, const void* kernel, int threads, int smem, i
   std::atomic<int>& known = counts_[device & 63];
   count = known.load(std::memory_order_relaxed);
   if (count != 0) return Status::ok;
-  Status status =
-      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+  Status status = allow_smem(kernel);
   if (status != Status::ok) return status;
   cudaLaunchAttribute attribute = clusters_of(cluster);
   cudaLaunchConfig_t config{};

@@ -21,8 +21,7 @@ inline bool needs_full(const Epilogue& e) {
 // larger than that would leave whole clusters to run after the others.
 class ClusterCount {
  public:
-  // Into `count`; unsupported when the device cannot run the kernel. Also lets the kernel have
-  // `smem` bytes.
+  // Into `count`; unsupported when the device cannot run the kernel.
   Status of(int device, const void* kernel, int threads, int smem, int cluster, int& count);
 
  private:

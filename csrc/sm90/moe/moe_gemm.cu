@@ -46,14 +46,6 @@ Status check(const MoeGemmArgs& a) {
 template <Element kW, int kColumns, int kCtas>
 Status launch(const MoeParams& p, int64_t pieces, const Device& device, void* stream) {
   const auto kernel = &moe_gemm_kernel<kW, kColumns, kCtas>;
-  static thread_local int prepared = -1;  // the device whose limit is raised
-  if (prepared != device.index) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(room_bytes<kW, kColumns, kCtas>(kMostPieces)));
-    if (error != cudaSuccess) return started(error);
-    prepared = device.index;
-  }
   const int64_t items = pieces * p.slices, ctas = int64_t{device.sms} * kCtas;
   const dim3 grid(static_cast<unsigned>(items < ctas ? items : ctas));
   const int smem = static_cast<int>(room_bytes<kW, kColumns, kCtas>(pieces));

@@ -109,18 +109,9 @@ bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) 
 }
 
 template <class Math, class Kernel>
-Status start(const Nvfp4Args& a, Kernel kernel, int64_t clusters, int bytes, int most,
-             const CUtensorMap& x, const Nvfp4Params& p, const DecodeRows& rows) {
+Status start(const Nvfp4Args& a, Kernel kernel, int64_t clusters, int bytes, const CUtensorMap& x,
+             const Nvfp4Params& p, const DecodeRows& rows) {
   if (clusters * p.cluster > INT32_MAX) return Status::unsupported;
-  static thread_local int prepared = -1;  // the device whose limit is raised
-  int device = 0;
-  cudaGetDevice(&device);
-  if (prepared != device) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-    if (error != cudaSuccess) return started(error);
-    prepared = device;
-  }
   const dim3 grid(static_cast<unsigned>(clusters * p.cluster));
   return launch_early(kernel, {grid, Math::kThreads, a.execution.stream, bytes, p.cluster}, x, p,
                       rows);
@@ -137,7 +128,7 @@ Status run(const Nvfp4Args& a) {
   if (p.stages < (Math::kMakes ? Math::kParts : 1)) return Status::unsupported;
   const int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
   const int bytes = std::max(room.bytes, Math::kLeastSmem);
-  return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, Math::kSmem, x, p, rows);
+  return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, x, p, rows);
 }
 
 // The same of many rows.
@@ -152,7 +143,7 @@ Status run_many(const Nvfp4Args& a) {
             a.ldo % 8 == 0 && a.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
   int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
   if (p.walks) clusters = std::min<int64_t>(clusters, current_device().sms);
-  return start<Math>(a, &nvfp4_many<Math>, clusters, Math::kSmem, Math::kSmem, x, p, rows);
+  return start<Math>(a, &nvfp4_many<Math>, clusters, Math::kSmem, x, p, rows);
 }
 
 // Rows that may meet one matrix: of groups twice as many as on average.

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "common/shares.cuh"
+#include "common/stages.cuh"
 #include "decode/decode_out.cuh"
 #include "mxtile/sm90/cluster.cuh"
 #include "mxtile/sm90/mma.cuh"
@@ -159,17 +160,12 @@ struct Nvfp4Place {
     }
   }
   __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
-    const int ahead = min(p.stages, length);
-    for (int i = 0; i < ahead; ++i) ask_weights(i, i);
-    if (!Math::kMakes && rows.early()) tile::await_predecessors();
-    for (int i = 0; i < ahead; ++i) ask_x(map, i, i);
-    int s = 0, phase = 0;
-    for (int i = ahead; i < length; ++i) {
-      tile::mbar_wait(empty + 8 * s, phase);
-      ask_weights(i, s);
-      ask_x(map, i, s);
-      if (++s == p.stages) s = 0, phase ^= 1;
-    }
+    ask_stages(
+        p.stages, length, empty, [&](int i, int s) { ask_weights(i, s); },
+        [&] {
+          if (!Math::kMakes && rows.early()) tile::await_predecessors();
+        },
+        [&](int i, int s) { ask_x(map, i, s); });
   }
 };
 
@@ -263,32 +259,15 @@ __device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], const Q
   tile::wgmma_pin(d);
 }
 
-// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
-// a row of x and eight of the weights.
-template <class Math>
-__device__ __forceinline__ void finish_tile(const Nvfp4Place<Math>& at) {
-  const int lane = threadIdx.x % 16, half = lane % 2, mine = at.mine();
-  const int64_t row0 = int64_t{at.rows.group} * at.p.n;
-  const int parts = at.p.cluster * Math::kParts;
-  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
-    const int fragment = at.rank + slot * at.p.cluster;
-    const int col = fragment / (4 * Math::kGroups) * 8 + lane / 2;
-    const int n =
-        at.tile_n * Math::kGroups * kNvfp4Rows + fragment % (4 * Math::kGroups) * 16 + half * 8;
-    const int there = min(8, at.p.n - n);
-    if (col >= at.rows.count || there <= 0) continue;
-    const float* const from = reinterpret_cast<const float*>(at.sums()) + slot * parts * 128 +
-                              lane / 4 * 4 + half * 2 + lane / 2 % 2;
-    float v[8];
-    add_parts(from, parts, v);
-    const float* const scale =
-        at.p.scale + (at.p.scale_rows ? row0 + n : static_cast<int64_t>(at.rows.group));
+// Writes eight sums from weight n on of a row of x, times the scales of their matrix.
+__device__ __forceinline__ void write_scaled(const Nvfp4Params& p, const DecodeBlock& rows,
+                                             int64_t matrix0, int col, int n, int count,
+                                             float (&v)[8]) {
+  const float* const scale = p.scale + (p.scale_rows ? matrix0 + n : int64_t{rows.group});
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      v[i] *=
-          (at.p.mx ? 1.0f : __ldg(scale + (at.p.scale_rows ? min(i, there - 1) : 0))) * kNvfp4Up;
-    write_eight(at.p.out, at.rows.first + col, n, row0, there, v);
-  }
+  for (int i = 0; i < 8; ++i)
+    v[i] *= (p.mx ? 1.0f : __ldg(scale + (p.scale_rows ? min(i, count - 1) : 0))) * kNvfp4Up;
+  write_eight(p.out, rows.first + col, n, matrix0, count, v);
 }
 
 template <class Math>
@@ -387,7 +366,12 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   } else {
     tile::named_barrier(2, Math::kMath);
   }
-  finish_tile(at);
+  const int64_t matrix0 = int64_t{at.rows.group} * at.p.n;
+  finish_fragments<Math::kWarps, Math::kMath, Math::kParts>(
+      at, at.rank, at.tile_n * Math::kGroups * kNvfp4Rows, at.rows.count,
+      [&](int col, int n, int count, float (&v)[8]) {
+        write_scaled(at.p, at.rows, matrix0, col, n, count, v);
+      });
 }
 
 }  // namespace te_mx::sm90

@@ -251,36 +251,19 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
 #pragma unroll
       for (int j = 0; j < Math::kCols / 8; ++j) {
         const int fragment = j * Math::kWarps + warp, turn = fragment / p.cluster;
-        const float* const v = d + 4 * j;
-        if (p.cluster == 1) {
-          to[fragment * 32] = {v[0], v[1], v[2], v[3]};
-        } else {
-          tile::send(to + turn * p.cluster * 32,
-                     uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                           __float_as_uint(v[3])},
-                     at.sums_bar(), fragment - turn * p.cluster);
-        }
+        send_sums(
+            to + turn * p.cluster * 32, d + 4 * j, p.cluster, [&] { return at.sums_bar(); },
+            [&] { return fragment - turn * p.cluster; });
       }
       if (p.cluster > 1) {
         tile::mbar_wait_sent(at.sums_bar(), 0);
       } else {
         tile::named_barrier(2, Math::kMath);
       }
-      const int l = threadIdx.x % 16, half = l % 2, mine = at.mine();
-      for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += Math::kMath / 16) {
-        const int fragment = at.part + slot * p.cluster, col = fragment / Math::kWarps * 8 + l / 2;
-        const int n = n0 + fragment % Math::kWarps * 16 + half * 8, there = min(8, p.n - n);
-        if (col >= rows.count || there <= 0) continue;
-        const float* const from = reinterpret_cast<const float*>(at.sums()) +
-                                  slot * p.cluster * 128 + l / 4 * 4 + half * 2 + l / 2 % 2;
-        float v[8];
-        add_parts(from, p.cluster, v);
-        const float* const scale = p.scale + (p.scale_rows ? matrix0 + n : int64_t{rows.group});
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          v[i] *= (p.mx ? 1.0f : __ldg(scale + (p.scale_rows ? min(i, there - 1) : 0))) * kNvfp4Up;
-        write_eight(p.out, rows.first + col, n, matrix0, there, v);
-      }
+      finish_fragments<Math::kWarps, Math::kMath, 1>(
+          at, at.part, n0, rows.count, [&](int col, int n, int count, float (&v)[8]) {
+            write_scaled(at.p, rows, matrix0, col, n, count, v);
+          });
       return;
     }
     // 16 rows of x at a time, 32 bytes of each, by the warp's own room.

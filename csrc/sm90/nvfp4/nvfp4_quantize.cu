@@ -563,9 +563,6 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
       started(cudaMemsetAsync(a.amax, 0, static_cast<size_t>(4 * (of_rows + of_cols)), stream));
   if (status != Status::ok) return status;
   const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
-  status = started(
-      cudaFuncSetAttribute(nvfp4_quantize_tile, cudaFuncAttributeMaxDynamicSharedMemorySize, all));
-  if (status != Status::ok) return status;
   Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, all - words};
   at.early = false;  // what is before it is no kernel
   status = launch_early(nvfp4_quantize_tile, at, q);

@@ -49,21 +49,14 @@ inline Status check_factors(const QuantizeOut& to) {
                                                                      : Status::ok;
 }
 
-template <FactorBlocks kBlocks, class T, tile::Fp8 kFmt, class Where>
-Status launch_factor_instance(const FactorParams& p, const Where& where, dim3 grid, int64_t tiles,
-                              cudaStream_t stream, Start start) {
-  static std::atomic<bool> ready[64];
-  return launch_spread(factor_kernel<T, kFmt, kBlocks, Where>, ready, p, where, grid, tiles, stream,
-                       start);
-}
-
 // `tiles`: CTAs that have work, as far as the host knows.
 template <FactorBlocks kBlocks, class Where>
 Status launch_factors(const FactorParams& p, const Where& where, dim3 grid, int64_t tiles,
                       cudaStream_t stream, Start start) {
   const auto go = [&]<class T>(T) {
     const auto run = [&]<tile::Fp8 kFmt>() {
-      return launch_factor_instance<kBlocks, T, kFmt>(p, where, grid, tiles, stream, start);
+      return launch_spread(factor_kernel<T, kFmt, kBlocks, Where>, p, where, grid, tiles, stream,
+                           start);
     };
     if constexpr (Where::kOfWeights) {
       return run.template operator()<tile::Fp8::e4m3>();

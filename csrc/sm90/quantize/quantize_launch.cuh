@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-
 #include "common/device.h"
 #include "common/launch.h"
 #include "common/numbers.cuh"
@@ -21,43 +19,26 @@ inline int spreading_smem(int64_t tiles, int sms) {
   return tiles <= sms ? kSpreadingSmem : tiles <= 2 * sms ? kSpreadingSmem / 2 : 0;
 }
 
-// Launches a kernel over tiles whose parameters end in `beside`; ready[device]: whether it may have
-// kSpreadingSmem there. `tiles`: CTAs that have work, as far as the host knows.
+// Launches a kernel over tiles whose parameters end in `beside`. `tiles`: CTAs that have
+// work, as far as the host knows.
 template <class Params, class Where>
-Status launch_spread(void (*kernel)(Params, Where), std::atomic<bool> (&ready)[64], const Params& p,
-                     const Where& where, dim3 grid, int64_t tiles, cudaStream_t stream,
-                     Start start) {
-  const Device device = current_device();
-  std::atomic<bool>& allowed = ready[device.index & 63];
-  if (!allowed.load(std::memory_order_relaxed)) {
-    const Status status = started(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSpreadingSmem));
-    if (status != Status::ok) return status;
-    allowed.store(true, std::memory_order_relaxed);
-  }
+Status launch_spread(void (*kernel)(Params, Where), const Params& p, const Where& where, dim3 grid,
+                     int64_t tiles, cudaStream_t stream, Start start) {
   Params params = p;
   params.beside = start == Start::beside;
-  const int smem = spreading_smem(tiles, device.sms);
+  const int smem = spreading_smem(tiles, current_device().sms);
   return launch_early(kernel, {grid, kQuantizeThreads, stream, smem, 0, start != Start::after},
                       params, where);
 }
 
 // kPlain: whether a direction may be plain.
-template <bool kPlain, class T, tile::Fp8 kFmt, class Where>
-Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
-                       cudaStream_t stream, Start start) {
-  static std::atomic<bool> ready[64];
-  return launch_spread(quantize_kernel<T, kFmt, kPlain, Where>, ready, p, where, grid, tiles,
-                       stream, start);
-}
-
-// `tiles`: CTAs that have work, as far as the host knows.
 template <bool kPlain, class Where>
 Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
                        cudaStream_t stream, Start start) {
   const auto go = [&]<class T>(T) {
     const auto run = [&]<tile::Fp8 kFmt>() {
-      return launch_instance<kPlain, T, kFmt>(p, where, grid, tiles, stream, start);
+      return launch_spread(quantize_kernel<T, kFmt, kPlain, Where>, p, where, grid, tiles, stream,
+                           start);
     };
     if constexpr (Where::kOfWeights) {
       return with_weights(p.a.element, run);

@@ -266,9 +266,6 @@ Status quantize_both_randomly(const RandomParams& given, cudaStream_t stream) {
   const auto kernel = random ? both_kernel<true> : both_kernel<false>;
   constexpr int kBytes = sizeof(RandomSmem), kDrawn = sizeof(RandomSmem::words);
   const int smem = random ? kBytes : kBytes - kDrawn;
-  const Status status =
-      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-  if (status != Status::ok) return status;
   return launch_early(kernel, {tile_grid(p.q, p.q.col_tiles), kQuantizeThreads, stream, smem}, p);
 }
 

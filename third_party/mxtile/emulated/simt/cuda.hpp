@@ -73,6 +73,8 @@ Configured<Params...> configured(void (*kernel)(Params...), dim3 grid, dim3 bloc
 }
 
 uint32_t cluster_size(const cudaLaunchConfig_t& config);
+// Fails for more dynamic shared memory than a kernel may have.
+void check_shared(const void* kernel, size_t bytes);
 
 }  // namespace simt
 
@@ -82,6 +84,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   simt::Launch launch = simt::launch_of(config->gridDim, config->blockDim, config->dynamicSmemBytes,
                                         kernel, std::forward<Given>(given)...);
   launch.cluster = simt::cluster_size(*config);
+  simt::check_shared(reinterpret_cast<const void*>(kernel), config->dynamicSmemBytes);
   simt::run(launch);
   return cudaSuccess;
 }

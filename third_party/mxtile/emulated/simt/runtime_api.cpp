@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
 
 #include "simt/async.hpp"
 
@@ -25,8 +26,22 @@ uint32_t cluster_size(const cudaLaunchConfig_t& config) {
 
 namespace {
 
+// What cudaFuncSetAttribute said. NOTE: of one device, as the emulated ones are alike.
+std::map<const void*, size_t> shared_limits;
+
+}  // namespace
+
+void check_shared(const void* kernel, size_t bytes) {
+  const auto found = shared_limits.find(kernel);
+  if (bytes > (found == shared_limits.end() ? 48 * 1024 : found->second))
+    throw Failure("a kernel may not have so much dynamic shared memory");
+}
+
+namespace {
+
 // NOTE: callers keep what a device answers, so another size is another device.
 int multiprocessors[] = {132, 8};
+constexpr int kMostShared = 227 * 1024;  // bytes of a CTA
 int current = 0;
 
 int bytes_of(CUtensorMapDataType type) {
@@ -107,15 +122,24 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrComputeCapabilityMinor:
       *value = 0;
       return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = simt::kMostShared;
+      return cudaSuccess;
     default:
       return cudaErrorInvalidValue;
   }
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated runtime"; }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
-  const bool fits = attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= 227 * 1024;
-  return fits ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > simt::kMostShared)
+    return cudaErrorInvalidValue;
+  simt::shared_limits[kernel] = static_cast<size_t>(value);
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
                                            const cudaLaunchConfig_t* config) {
