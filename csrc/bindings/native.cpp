@@ -2,7 +2,7 @@
 // so it needs no torch header and one build serves every torch.
 #include <vector>
 
-#include "record.hpp"
+#include "prepared.hpp"
 #include "te_mx/cpu.h"
 
 namespace te_mx::bindings {
@@ -34,6 +34,17 @@ void bind_call(py::module_& m, const char* name, Status (*run)(const Args&, Ran&
       status = run(args, ran);
     }
     return py::make_tuple(number(status), static_cast<int64_t>(ran));
+  });
+}
+
+// The same as one that can be prepared: what ran, or the status below zero.
+template <class Ran, Status (*kRun)(const LinearArgs&, Ran&)>
+void bind_prepared(const char* name) {
+  prepared::add<LinearArgs>(name, [](const LinearArgs& args) -> int64_t {
+    const py::gil_scoped_release release;
+    Ran ran{};
+    const Status status = kRun(args, ran);
+    return status == Status::ok ? static_cast<int64_t>(ran) : -number(status);
   });
 }
 
@@ -79,6 +90,10 @@ void bind_calls(py::module_& m) {
   bind_call(m, "linear_forward", linear_forward);
   bind_call(m, "linear_backward", linear_backward);
   bind_call(m, "linear_wgrad", linear_wgrad);
+  bind_prepared<Kernel, linear_forward>("linear_forward");
+  bind_prepared<uint32_t, linear_backward>("linear_backward");
+  bind_prepared<Kernel, linear_wgrad>("linear_wgrad");
+  prepared::add_to(m);
 
   bind_call(m, "normalize", normalize);
   bind_call(m, "normalize_backward", normalize_backward);

@@ -177,7 +177,7 @@ class Record {
  public:
   template <class V>
   Record& field(const char* name, V T::* member) {
-    constexpr int kWidth = sizeof(V) == 8 || std::is_same_v<V, bool> ? sizeof(V) : 0;
+    constexpr int kWidth = std::is_floating_point_v<V> ? 0 : sizeof(V);
     fields_.push_back({name, offset(member), false, kWidth, &Value<V>::read, &Value<V>::write});
     return *this;
   }

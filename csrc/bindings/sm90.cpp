@@ -208,11 +208,24 @@ void bind_groups(py::module_& m) {
       py::arg("args"), py::arg("first_rows") = std::vector<int32_t>{});
 }
 
+// A call on the device that its record names, as one that can be prepared.
+template <class Args, Status (*kRun)(const Args&)>
+void bind_prepared(const char* name) {
+  prepared::add<Args>(name, [](const Args& args) -> int64_t {
+    const DeviceScope scope(execution_of(args).device);
+    return -number(kRun(args));
+  });
+}
+
 void bind_linear(py::module_& m) {
   m.def("linear_offsets", [](const LinearArgs& args) { return as_dict(linear_offsets(args)); });
   bind_call(m, "linear_forward", linear_forward);
   bind_call(m, "linear_backward", linear_backward);
   bind_call(m, "linear_wgrad", linear_wgrad);
+  bind_prepared<LinearArgs, linear_forward>("linear_forward");
+  bind_prepared<LinearArgs, linear_backward>("linear_backward");
+  bind_prepared<LinearArgs, linear_wgrad>("linear_wgrad");
+  prepared::add_to(m);
 }
 
 void bind_moe(py::module_& m) {

@@ -18,6 +18,7 @@ from te_mx.dispatch.linear import LATER, Dtypes, Held, Into, LinearPlan, Part
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
+from te_mx.runtime import workspace
 from te_mx.runtime.kernel_log import LAST_RUN
 
 _U8 = torch.uint8
@@ -95,12 +96,64 @@ class Specs(NamedTuple):
     w_col: str
 
 
+# What runs differ in: an argument a line, with the fields that it fills. Codes and scales of an
+# operand lie behind the address of a buffer.
+_FORWARD = """y
+x_data
+x_row_stride
+x_col_stride
+x_row_codes
+x_row_scales
+x_col_codes x_col_scales
+x_given
+w_data
+w_row_stride
+w_col_stride
+w_row_codes
+w_row_scales
+w_given
+w_col_codes w_col_scales
+bias
+bias_dtype"""
+_BACKWARD = """g_data
+g_row_stride
+g_col_stride
+g_dtype
+w_data
+w_row_stride
+w_col_stride
+w_dtype
+w_col_codes
+w_col_scales
+dx
+dx_dtype
+dx_accumulate
+x_col_codes
+x_col_scales
+dw
+dw_dtype
+dw_accumulate
+g_col_codes g_col_scales
+db"""
+_WGRAD = """g_col_codes g_col_scales
+x_col_codes
+x_col_scales
+dw
+dw_dtype
+dw_accumulate"""
+_NOTHING = None, 0
+_NO_WEIGHT = None, 0, 0, 0, None, None
+_NO_GRADIENT = None, 0, False
+
+
 class Calls(LinearPlan):
     """The native calls of layers of one size, with what does not change between them."""
 
     any_strides = False  # whether the native code takes matrices of which no stride is 1
     pitch = 1  # bytes: rows of codes in a buffer begin at multiples of it
     names: Sequence[str]  # what te_mx.audit calls the kernels
+    start: str  # the fields of `started`, a line each
+    pooled = False  # whether workspaces are given back
 
     def __init__(
         self, native: Any, shape: Shape, form: LinearFormats, specs: Specs, dtypes: Dtypes,
@@ -116,24 +169,44 @@ class Calls(LinearPlan):
         self.need_db = need_db
         x_dtype, w_dtype, y_dtype = (FLOAT_DTYPES[one] for one in (dtypes.x, dtypes.w, dtypes.y))
         # Of matrices without gaps; what no call changes is there.
-        self.forward_plan = native.LinearArgs(
+        plan = native.LinearArgs(
             **shape._asdict(), **form._asdict(), workspace_bytes=room.temp, x_rows=m, x_cols=k,
-            x_row_stride=k, w_rows=n, w_cols=k, w_row_stride=k, g_rows=m, g_cols=n, g_row_stride=n,
-            x_dtype=x_dtype, w_dtype=w_dtype, y_dtype=y_dtype, g_dtype=y_dtype, dx_dtype=x_dtype,
-            dw_dtype=w_dtype,
+            w_rows=n, w_cols=k, g_rows=m, g_cols=n, x_dtype=x_dtype, w_dtype=w_dtype,
+            y_dtype=y_dtype,
         )  # fmt: skip
-        self.backward_plan = self.forward_plan.copy(workspace_bytes=room.backward_temp)
+        if dtypes.bias is not None:
+            plan.db_dtype = FLOAT_DTYPES[dtypes.bias]
+        self.record = plan
+        self.forward_call = self._prepared("linear_forward", plan, _FORWARD)
+        plan = plan.copy(workspace_bytes=room.backward_temp)
+        self.backward_call = self._prepared("linear_backward", plan, _BACKWARD)
+        self.wgrad_call = self._prepared("linear_wgrad", plan, _WGRAD)
+        self.ids = x_dtype, w_dtype, y_dtype  # as native code takes them
         # The rowwise operand of x behind the workspace, as if it were a buffer of its own.
         self.row_at = -(-room.temp // _APART) * _APART
         self.temp_and_row = self.row_at + room.x_row[2]
 
-    def acquire(self, nbytes: int, device: torch.device) -> Tensor:
-        """A workspace."""
+    def _prepared(self, call: str, plan: Any, arguments: str) -> Callable[..., int]:
+        """A call with these arguments behind those of `started`."""
+        lines = [*self.start.splitlines(), *arguments.splitlines()]
+        fields = [
+            (name, i, self._offset(name)) for i, line in enumerate(lines) for name in line.split()
+        ]
+        run: Callable[..., int] = self.native.prepared(call, plan, fields, len(lines)).run
+        return run
+
+    def _offset(self, name: str) -> int:
+        """Of an operand in its buffer; that of w, by rows, has none outside of the workspace."""
+        of, _, part = name.rpartition("_")
+        at = {"g_col": self.room.g_kept} | self.room._asdict()
+        return at[of][part == "scales"] if part in ("codes", "scales") and of != "w_row" else 0
+
+    def started(self, nbytes: int, device: Any) -> tuple[Any, ...]:
+        """A workspace, and where a call runs."""
         raise NotImplementedError
 
-    def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
-        """Run a native call with a workspace of so many bytes: the numbers of the kernels in
-        `names`, 8 bits each, or -1 for what native code does not take. Raises if none starts."""
+    def supported(self, status: int) -> bool:
+        """Whether a call ran; raises where a kernel does not start."""
         raise NotImplementedError
 
     def forward(
@@ -145,62 +218,48 @@ class Calls(LinearPlan):
         _, _, k, x_columns, _, w_kept = self.shape
         y = torch.empty(self.y_shape, dtype=self.dtypes[3], device=device)
         nbytes = room.temp if keep_row or given is not None else self.temp_and_row
-        temp = self.acquire(nbytes, device=device)
-        work = temp.data_ptr()
-        args = self.forward_plan.copy(y=y.data_ptr(), workspace=work)
-        x_row: Part | None = None
-        x_col: Part | None = None
-        w_col = None
-        if given is None:
-            base = work + self.row_at
-            if keep_row:
-                x_row = torch.empty(room.x_row[2], dtype=_U8, device=device), None
-                base = x_row[0].data_ptr()
-            codes, scales, _ = room.x_row
-            args.x_row_codes, args.x_row_scales = base + codes, base + scales
-            if x_columns:
-                codes, scales, end = room.x_col
-                x_col = col, _ = torch.empty(end, dtype=_U8, device=device), None
-                base = col.data_ptr()
-                args.x_col_codes, args.x_col_scales = base + codes, base + scales
-            if not x.is_contiguous():
-                x = self._matrix(x, k)
-                args.x_row_stride, args.x_col_stride = x.stride()
-            args.x_data = x.data_ptr()
-        else:
+        start = self.started(nbytes, device)
+        x_row = x_col = w_col = None
+        of_x: Any
+        if given is not None:
             x_row, x_col, _ = given
-            assert x_row is not None
-            args.x_given = True
-            args.x_row_codes, args.x_row_scales = _addresses(x_row, room.x_row)
+            col = x_col[0] if x_columns and x_col is not None else None  # nobody reads it here
+            of_x = None, k, 1, *_base(x_row, room.x_row), col, True
+        else:
+            row: Any = start[0].data_ptr() + self.row_at
+            if keep_row:
+                row = torch.empty(room.x_row[2], dtype=_U8, device=device)
+                x_row = row, None
             if x_columns:
-                assert x_col is not None  # nobody reads or writes it here
-                args.x_col_codes = args.x_col_scales = x_col[0].data_ptr()
-        if weight is None:
+                x_col = torch.empty(room.x_col[2], dtype=_U8, device=device), None
+            at = (x, k, 1) if x.is_contiguous() else self._matrix(x, k)
+            of_x = *at, row, row, x_col and x_col[0], False
+        if weight is not None:
+            of_w: Any = None, k, 1, weight.codes, weight.scales, True
+        else:
             if w_kept:
                 w_col = torch.empty(room.w_col[2], dtype=_U8, device=device)
-                args.w_col_codes, args.w_col_scales = _addresses((w_col, None), room.w_col)
-            if not w_NK.is_contiguous():
-                w_NK = self._matrix(w_NK, k)
-                args.w_row_stride, args.w_col_stride = w_NK.stride()
-            args.w_data = w_NK.data_ptr()
-        else:
-            args.w_given = True
-            args.w_row_codes = weight.codes.data_ptr()
-            args.w_row_scales = weight.scales.data_ptr()
-        if bias_N is not None:
-            bias_N = bias_N.contiguous()
-            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
-        ran = self.run(self.native.linear_forward, args, temp, nbytes)
+            at = (w_NK, k, 1) if w_NK.is_contiguous() else self._matrix(w_NK, k)
+            of_w = *at, None, None, False
+        bias = _NOTHING if bias_N is None else (bias_N.contiguous(), FLOAT_DTYPES[bias_N.dtype])
+        ran = self.forward_call(*start, y, *of_x, *of_w, w_col, *bias)
+        if self.pooled:
+            workspace.release(start[0], nbytes)
         if ran < 0:
-            raise RuntimeError("te_mx internal error: a native kernel did not start")
+            raise self._not_run(ran)
         if tag >= 0:
             LAST_RUN[tag] = self.names[ran]
         return y, Held(x_row, x_col, w_col)
 
-    def _matrix(self, t: Tensor, k: int) -> Tensor:
-        """t [..., k] with two strides that the native code takes."""
+    def _not_run(self, ran: int) -> RuntimeError:
+        self.supported(-ran)
+        return RuntimeError("te_mx internal error: a native kernel did not start")
+
+    def _matrix(self, t: Tensor, k: int) -> tuple[Any, ...]:
+        """t [..., k] with two strides that the native code takes, and these."""
         t = t if t.dim() == 2 else t.reshape(-1, k)
-        return t if self.any_strides or t.stride(1) == 1 else t.contiguous()
+        t = t if self.any_strides or t.stride(1) == 1 else t.contiguous()
+        return t, *t.stride()
 
     def backward(
         self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, add_to: Tensor | None,
@@ -209,53 +268,50 @@ class Calls(LinearPlan):
         """As LinearPlan.backward, for grad [..., n]."""
         device, room = grad.device, self.room
         _, n, k, x_columns, w_columns, _ = self.shape
-        x_dtype, w_dtype, bias_dtype, g_dtype = self.dtypes
-        temp = self.acquire(room.backward_temp, device=device)
-        args = self.backward_plan.copy(workspace=temp.data_ptr())
-        if grad.dtype is not g_dtype:
+        dx_dtype, w_dtype, g_dtype = self.ids
+        if grad.dtype is not self.dtypes[3]:
             if grad.dtype not in FLOAT_DTYPES:
                 return None
-            args.g_dtype = FLOAT_DTYPES[grad.dtype]
-        if not grad.is_contiguous():
-            grad = self._matrix(grad, n)
-            args.g_row_stride, args.g_col_stride = grad.stride()
-        args.g_data = grad.data_ptr()
-        dx = dw = db = None
+            g_dtype = FLOAT_DTYPES[grad.dtype]
+        dx, dw, db, g_col = add_to, None, None, None
+        of_w: Any = _NO_WEIGHT
+        of_x: Any = _NOTHING
+        to_dw: Any = _NO_GRADIENT
         if w_columns:
-            assert w is not None
             if isinstance(w, tuple):
-                args.w_col_codes, args.w_col_scales = _addresses(w, room.w_col)
+                of_w = None, k, 1, 0, *_base(w, room.w_col)
             else:
-                if not w.is_contiguous():
-                    w = self._matrix(w, k)
-                    args.w_row_stride, args.w_col_stride = w.stride()
-                args.w_data, args.w_dtype = w.data_ptr(), FLOAT_DTYPES[w.dtype]
+                assert w is not None
+                at = (w, k, 1) if w.is_contiguous() else self._matrix(w, k)
+                of_w = *at, FLOAT_DTYPES[w.dtype], None, None
             if add_to is None:
-                dx = torch.empty(self.x_shape, dtype=x_dtype, device=device)
+                dx = torch.empty(self.x_shape, dtype=self.dtypes[0], device=device)
             else:
-                dx, args.dx_accumulate, args.dx_dtype = add_to, True, FLOAT_DTYPES[add_to.dtype]
-            args.dx = dx.data_ptr()
+                dx_dtype = FLOAT_DTYPES[add_to.dtype]
         if x_columns:
             assert x_col is not None
-            codes, scales = x_col
-            args.x_col_codes = base = codes.data_ptr()
-            args.x_col_scales = base + room.x_col[1] if scales is None else scales.data_ptr()
+            of_x = x_col[:1] * 2 if x_col[1] is None else _base(x_col, room.x_col)
             if into is None:
-                dw = torch.empty((n, k), dtype=w_dtype, device=device)
-                args.dw = dw.data_ptr()
+                dw = torch.empty((n, k), dtype=self.dtypes[1], device=device)
+                to_dw = dw, w_dtype, False
             elif into is LATER:
-                dw = torch.empty(room.g_kept[2], dtype=_U8, device=device)
-                args.g_col_codes, args.g_col_scales = _addresses((dw, None), room.g_kept)
+                dw = g_col = torch.empty(room.g_kept[2], dtype=_U8, device=device)
             else:
-                dw, args.dw_accumulate = into
+                dw, add = into
                 assert dw is not None
-                args.dw, args.dw_dtype = dw.data_ptr(), FLOAT_DTYPES[dw.dtype]
+                to_dw = dw, FLOAT_DTYPES[dw.dtype], add
         if self.need_db:
-            assert bias_dtype is not None
-            db = torch.empty(n, dtype=bias_dtype, device=device)
-            args.db, args.db_dtype = db.data_ptr(), FLOAT_DTYPES[bias_dtype]
-        ran = self.run(self.native.linear_backward, args, temp, room.backward_temp)
+            db = torch.empty(n, dtype=self.dtypes[2], device=device)
+        start = self.started(room.backward_temp, device)
+        of_g = (grad, n, 1) if grad.is_contiguous() else self._matrix(grad, n)
+        ran = self.backward_call(
+            *start, *of_g, g_dtype, *of_w, dx, dx_dtype, add_to is not None, *of_x, *to_dw, g_col,
+            db,
+        )  # fmt: skip
+        if self.pooled:
+            workspace.release(start[0], room.backward_temp)
         if ran < 0:
+            self.supported(-ran)
             return None
         if add_to is not None:
             _written(add_to)
@@ -264,7 +320,7 @@ class Calls(LinearPlan):
         if tag >= 0:
             if dx is not None:
                 LAST_RUN[tag + 1] = self.names[ran & 255]
-            if dw is not None and into is not LATER:
+            if to_dw is not _NO_GRADIENT:
                 LAST_RUN[tag + 2] = self.names[ran >> 8]
         return dx, dw, db
 
@@ -274,21 +330,20 @@ class Calls(LinearPlan):
     ) -> Tensor:  # fmt: skip
         """As LinearPlan.wgrad."""
         _, n, k, *_ = self.shape
-        device, room = g_col.device, self.room
+        device, nbytes = g_col.device, self.room.backward_temp
         if out is None:
             out = torch.empty((n, k), dtype=dtype, device=device)
         else:
             _written(out)
-        temp, g = self.acquire(room.backward_temp, device=device), g_col.data_ptr()
-        x_codes, x_scales = _addresses(x_col, room.x_col)
-        args = self.backward_plan.copy(
-            dw=out.data_ptr(), dw_dtype=FLOAT_DTYPES[out.dtype], dw_accumulate=accumulate,
-            workspace=temp.data_ptr(), g_col_codes=g + room.g_kept[0],
-            g_col_scales=g + room.g_kept[1], x_col_codes=x_codes, x_col_scales=x_scales,
+        start = self.started(nbytes, device)
+        ran = self.wgrad_call(
+            *start, g_col, *_base(x_col, self.room.x_col), out,
+            FLOAT_DTYPES[out.dtype], accumulate,
         )  # fmt: skip
-        ran = self.run(self.native.linear_wgrad, args, temp, self.room.backward_temp)
+        if self.pooled:
+            workspace.release(start[0], nbytes)
         if ran < 0:
-            raise RuntimeError("te_mx internal error: a native kernel did not start")
+            raise self._not_run(ran)
         if tag >= 0:
             LAST_RUN[tag + 2] = self.names[ran]
         return out
@@ -335,11 +390,12 @@ def _saved(part: Part, spec: str, rows: int, k: int, what: str) -> Part:
     return operand.codes, operand.scales
 
 
-def _addresses(held: Part, room: Place) -> tuple[int, int]:
-    """Of codes and scales."""
+def _base(held: Any, room: Place) -> tuple[Any, Any]:
+    """What codes and scales lie behind, as in a buffer."""
     first, scales = held
-    base = first.data_ptr()
-    return (base + room[0], base + room[1]) if scales is None else (base, scales.data_ptr())
+    if scales is None:
+        return first, first
+    return first.data_ptr() - room[0], scales.data_ptr() - room[1]
 
 
 def _operand(held: Part, room: Place, spec: str, size: tuple[int, int], pitch: int) -> Operand:

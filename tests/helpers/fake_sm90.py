@@ -464,6 +464,29 @@ def activated(args) -> Tensor:
     return result
 
 
+# --------------------------------------------------------------------------------- prepared calls
+def _fill(record, places, given) -> None:
+    values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in given]
+    for field, number, offset in places:
+        setattr(record, field, values[number] and values[number] + offset)
+
+
+class Prepared:
+    """A call of whatever stands in for the module."""
+
+    def __init__(self, name: str, record, places, count: int) -> None:
+        self.name, self.record, self.places, self.count = name, record.copy(), places, count
+
+    def run(self, *given: int | Tensor | None) -> int:
+        assert len(given) == self.count
+        args = self.record.copy()
+        _fill(args, self.places, given)
+        return -getattr(binding.native(), self.name)(args)
+
+
+prepared = Prepared
+
+
 # --------------------------------------------------------------------------------------- sequences
 class Sequence:
     """Calls of whatever stands in for the module, with copies of their records."""
@@ -473,11 +496,10 @@ class Sequence:
         self.count = count
 
     def run(self, *given: int | Tensor | None) -> int:
-        arguments = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in given]
-        assert len(arguments) == self.count and all(type(one) is int for one in arguments)
+        assert len(given) == self.count
         for _, records, places in self.steps:
-            for i, field, number, offset in places:
-                setattr(records[i], field, arguments[number] + offset)
+            for i, *place in places:
+                _fill(records[i], [place], given)
         for name, records, _ in self.steps:
             status = getattr(binding.native(), name)(*records)
             if status:

@@ -45,6 +45,7 @@ from fake_sm90 import (  # noqa: F401
     pack_frozen,
     pack_tiles,
     packed_bytes,
+    prepared,
     quantize,
     quantize_two,
     read_matrix,

@@ -1,7 +1,6 @@
 """A small linear layer as one native call each way, or once without gradients: what the host does
 between the calls of the quantizer and of the GEMM would cost more than they do."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,17 +82,12 @@ class SmallInfer(InferKernel, Small):
 
 
 class CpuCalls(Calls):
-    any_strides = True
+    any_strides, pooled, start = True, True, "workspace\nthreads"
     names = binding.KERNELS
+    supported = staticmethod(binding.supported)
 
-    def acquire(self, nbytes: int, device: torch.device) -> Tensor:
-        return workspace.acquire(device, nbytes)  # type: ignore[return-value]
-
-    def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
-        args.threads = torch.get_num_threads()
-        status, ran = call(args)
-        workspace.release(temp, nbytes)
-        return -1 if status and not binding.supported(status) else ran
+    def started(self, nbytes: int, device: Any) -> tuple[Any, ...]:
+        return workspace.acquire(device, nbytes), torch.get_num_threads()
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):

@@ -1,11 +1,8 @@
 """The linear layer of Hopper as one native call each way."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from te_mx.backends.linear_calls import ALIGNMENT, Calls, Shape, Specs, linear_formats
 from te_mx.backends.native import MX
@@ -75,17 +72,16 @@ def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
 
 
 class Sm90Calls(Calls):
-    pitch = ALIGNMENT
-    acquire = staticmethod(partial(torch.empty, dtype=torch.uint8))
+    pitch, start = ALIGNMENT, "workspace\nstream\ndevice"
+    supported = staticmethod(sm90.supported)
 
     def __init__(self, kernel: str, *how: Any) -> None:
         super().__init__(sm90.native(), *how)
         self.names = (kernel,)
 
-    def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
-        sm90.set_execution(args, temp.device.index)
-        status = call(args)
-        return -1 if status and not sm90.supported(status) else 0
+    def started(self, nbytes: int, device: Any) -> tuple[Any, ...]:
+        temp, index = torch.empty(nbytes, dtype=torch.uint8, device=device), device.index
+        return temp, sm90.stream(index), index
 
 
 register(OneCall())

@@ -155,12 +155,12 @@ def test_a_native_call_that_cannot_be_meant_is_refused(name):
     for call, needed in calls.items():
         more = {"g_col_codes": good["dw"], "g_col_scales": good["dw"]}
         right = good | (more if call == "linear_wgrad" else {})
-        assert getattr(native, call)(plan.forward_plan.copy(**right))[0] == 0
+        assert getattr(native, call)(plan.record.copy(**right))[0] == 0
         wrong = [{one: 0} for one in needed]
         wrong += [{size: bad} for size in "mnk" for bad in (0, -1, 1 << 41, 1 << 62)]
         wrong += [{"kernel": bad} for bad in (-1, 0, 6, 99)] + [{"workspace_bytes": 64}]
         wrong += [{"block_k": 0}, {"w_block_rows": -1}, {"rule": 9}, {"forward": 77}]
         for each in wrong:
-            args = plan.forward_plan.copy(**(right | each))
+            args = plan.record.copy(**(right | each))
             assert getattr(native, call)(args)[0] != 0, (call, each)
             native.linear_offsets(args)
