@@ -3,6 +3,7 @@ are the same everywhere."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -74,6 +75,7 @@ _MAKERS: dict[str, Callable[[int], Tensor]] = {
 INPUTS = tuple(_MAKERS)
 
 
+@functools.cache
 def make(name: str, dtype: str) -> Tensor:
     """The input of a name, in "fp32" or "bf16": the upper halves of fp32, neighbours stay such."""
     narrow = dtype == "bf16"
