@@ -46,7 +46,7 @@ NATIVE_TESTS = $(wildcard tests/backends/cpu/test_native*.py)
 # not spin then: they would take the cores from the other process.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup build train test test-emulated test-triton coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
+.PHONY: help setup build train test test-emulated test-triton test-triton-gpu coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
   format docs clang clang-build sanitize sanitize-gpu wheel wheel-test bare-test clean ALWAYS
 
 help:
@@ -54,6 +54,7 @@ help:
 	@echo "make test          all tests (TORCH=2.14.1: on that torch, in an environment and a build of its own)"
 	@echo "make test-emulated the tests of the Hopper kernels on the CPU, where the headers of CUDA are (csrc/sm90/README.md)"
 	@echo "make test-triton   the contract tests over Triton's interpreter, and its kernels compiled for every target"
+	@echo "make test-triton-gpu  Triton's kernels on this GPU: bytes, modules, recipes, groups, contract tests"
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
 	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
 	@echo "make lint          ruff, mypy, pyright, clang-format, codespell, house rules; make format mends the first and third"
@@ -142,6 +143,10 @@ test-triton: build
 	@TRITON_INTERPRET=1 TE_MX_BACKEND=triton PYTHONPATH=$(CURDIR)/$(VENV)/aside_triton OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) -k "not avx and not amx" tests/backends/triton/compiled.py \
 	  tests/backends/triton/above.py tests/contract/test_contract_kernels.py tests/contract/test_contract_moe.py $(ARGS)
+
+# By 13 processes, most of the time for compilers.
+test-triton-gpu: build
+	@$(BIN)/python -m pytest -q -s tests/gpu/test_triton.py $(ARGS)
 
 # A quarter slower than without the counting.
 coverage: build

@@ -33,6 +33,7 @@ from benchmarks import (
     bench_overhead,
     bench_quantize,
     bench_split_cuda,
+    bench_triton_cuda,
     gpu,
     machine,
     results,
@@ -87,12 +88,13 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "workspace_cuda": bench_linear_cuda.workspace,
 }
 # By name only: whole models need Transformers, and minutes; the others tell who works on the decode
-# kernel, or asks what "invariant" costs.
+# kernel, asks what "invariant" costs, or what Triton's kernels reach.
 MODEL_BENCHMARKS = {
     "models_cuda": bench_models_cuda.whole,
     "invariant_cuda": bench_invariant_cuda.invariant,
     "decode_splits_cuda": bench_decode_cuda.splits,
     "decode_groups_cuda": bench_decode_cuda.groups,
+    "triton_cuda": bench_triton_cuda.triton,
 }
 GROUPS = {
     "cpu": list(BENCHMARKS),

@@ -1,5 +1,6 @@
 """The inputs of the conformance set, by rule: integers on bits of fp32, the same everywhere."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -71,6 +72,7 @@ _MAKERS: dict[str, Callable[[int], Tensor]] = {
 INPUTS = tuple(_MAKERS)
 
 
+@functools.cache
 def make(name: str, dtype: str) -> Tensor:
     """The input of a name, in "fp32" or "bf16": the upper halves of fp32, neighbours stay such."""
     narrow = dtype == "bf16"

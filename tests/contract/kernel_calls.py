@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from te_mx import formats, layouts
+from te_mx.backends import base
 from te_mx.backends.reference import gemm as torch_gemm
 from te_mx.dispatch.calls import (
     Epilogue,
@@ -44,6 +45,8 @@ FLOATS = strategies.DTYPES
 # Triton's interpreter is slow, and its kernels take groups whose ends the device knows.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENDS = "device" if INTERPRETED else "host"
+# On a GPU it compiles, seconds a problem.
+EXAMPLES = 40 if INTERPRETED else 10 if base.forced == "triton" else 25
 SIZES = st.integers(1, 70) if INTERPRETED else strategies.POSITIVE
 LAYOUTS = st.sampled_from(["rows", "cols"])
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_calls import CASES, ELSEWHERE, INTERPRETED, reference
+from kernel_calls import CASES, ELSEWHERE, EXAMPLES, reference
 
 from te_mx.dispatch.explain import explain_problem
 from te_mx.dispatch.kernels import PreferredLayouts, kernels, ops
@@ -36,7 +36,7 @@ def test_every_op_has_a_case():
 @allowed
 @every_device
 @pytest.mark.parametrize("op", list(CASES))
-@settings(max_examples=40 if INTERPRETED else 25)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_a_kernel_runs_what_it_accepts(op, device, isa, data):
     case = CASES[op](data, torch.device(device))

@@ -15,6 +15,7 @@ from benchmarks import (
     bench_gemm_cuda,
     bench_host_cuda,
     bench_linear_cuda,
+    bench_triton_cuda,
     gpu,
     kernel_times,
     peers_cuda,
@@ -108,6 +109,11 @@ CUDA_ROWS = {
         "decode fp8_block": (1.4, 2.0),
         "decode nvfp4": (1.8, 2.8),
     },
+    "triton_cuda": {
+        **{f"Triton {fmt} both": (0.7, None) for fmt in bench_triton_cuda.BOTH},
+        "Triton mxfp8_e4m3 x mxfp8_e4m3": None,  # beside dot_scaled, of which a CPU has none
+        "Triton fp8_e4m3_1x128 x fp8_e4m3_128x128": (1.2, None),
+    },
     "decode_groups_cuda": {
         "groups mxfp8": (1.5, 2.0),
         "groups mxfp4": (2.0, 3.0),
@@ -186,7 +192,7 @@ def on_cpu() -> GpuContext:
 # Operands packed for Hopper, which no CPU kernel takes.
 @pytest.mark.filterwarnings("ignore:te_mx runs .* not sm90:te_mx.FallbackWarning")
 @pytest.mark.parametrize(
-    "name", sorted({*runner.CUDA_BENCHMARKS, "decode_groups_cuda"} - {"graph_cuda"})
+    "name", sorted({*runner.CUDA_BENCHMARKS, "decode_groups_cuda", "triton_cuda"} - {"graph_cuda"})
 )
 def test_cuda_benchmark_runs_in_place_of_a_gpu(name: str, on_cpu: GpuContext) -> None:
     rows = list((runner.CUDA_BENCHMARKS | runner.MODEL_BENCHMARKS)[name](on_cpu))

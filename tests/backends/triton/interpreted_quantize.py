@@ -263,9 +263,14 @@ def test_layers() -> None:
             assert (ran.fprop, ran.dgrad, ran.wgrad) == ("triton",) * 3, (recipe, ran)
 
 
+def run_case(case: str) -> None:
+    """A case, or a part of it."""
+    name, *part = case.split("/")
+    _share[:] = [*map(int, part or (0, 1)), 0]
+    globals()[f"test_{name}"]()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    for case in sys.argv[1:]:
-        name, *part = case.split("/")
-        _share[:] = [*map(int, part or (0, 1)), 0]
-        globals()[f"test_{name}"]()
+    for one in sys.argv[1:]:
+        run_case(one)
