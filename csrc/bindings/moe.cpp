@@ -46,6 +46,8 @@ void bind_moe_records(py::module_& m) {
   Record<MoeCombineArgs>()
       .field("values", &MoeCombineArgs::values)
       .field("slot_positions", &MoeCombineArgs::slot_positions)
+      .field("slot_experts", &MoeCombineArgs::slot_experts)
+      .field("experts", &MoeCombineArgs::experts)
       .field("weights", &MoeCombineArgs::weights)
       .field("tokens", &MoeCombineArgs::tokens)
       .field("n", &MoeCombineArgs::n)

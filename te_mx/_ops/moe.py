@@ -66,10 +66,9 @@ def check_routed(p: RoutedGemm) -> None:
     for name, ids in zip(names[1:4], routing[:3], strict=True):
         if ids is not None and (ids.dtype != torch.int32 or ids.dim() != 1):
             raise ValueError(f"te_mx: {name} must be a vector of int32, got {ids.dtype}")
-    if len(routing.num_tokens_post_padded) != 1:
-        raise ValueError(
-            f"te_mx: num_tokens_post_padded must be [1], got {len(routing.num_tokens_post_padded)}"
-        )
+    count = routing.num_tokens_post_padded
+    if count is not None and len(count) != 1:
+        raise ValueError(f"te_mx: num_tokens_post_padded must be [1], got {len(count)}")
     if bias is not None and bias.shape != (rhs.groups, rhs.rows):
         raise ValueError(f"te_mx: bias must be [{rhs.groups}, {rhs.rows}], got {bias.shape}")
     if weights is not None and (weights.dtype != torch.float32 or weights.shape != (routed,)):
@@ -126,15 +125,23 @@ def prepared_experts(weights: Stack, mode: Mode) -> Stack:
     return pick_problem(problem).prepare_stack(weights.checked("the weights"), problem)
 
 
-def summed_slots(y: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """Sums of fp32 y [tokens * top_k, n] over the slots of each token, in their order, rounded."""
+def summed_slots(
+    y: Tensor, top_k: int, dtype: torch.dtype, experts: tuple[Tensor, int] | None = None
+) -> Tensor:
+    """Sums of fp32 y [tokens * top_k, n] over the slots of each token, in their order, rounded.
+    experts: that of each slot, int32 [tokens * top_k], of so many; slots of others add nothing."""
     if is_direct(y):
         problem = Problem("moe_combine", place_of(y.device), dtype=dtype)
         known = derived()
         kernel = known[problem] if problem in known else derive(problem, find(problem))
-        made: Tensor | None = None if kernel is None else kernel.run(y, top_k, dtype)
+        made: Tensor | None = (
+            None if kernel is None else kernel.run(y, top_k, dtype, experts=experts)
+        )
         if made is not None:
             return made
+    if experts is not None:
+        ids, count = experts
+        y = torch.where(((ids >= 0) & (ids < count)).unsqueeze(1), y, 0.0)
     return y.view(-1, top_k, y.shape[1]).sum(1).to(dtype)
 
 
@@ -185,7 +192,7 @@ def _moe_fake(*args: Any) -> None:
 MOE_GEMM = define(
     "moe_gemm(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, SymInt k, "
     "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt experts, "
-    "SymInt rhs_rows, Tensor? sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, "
+    "SymInt rhs_rows, Tensor? sorted_token_ids, Tensor expert_ids, Tensor? num_tokens_post_padded, "
     "int block_m, int a_div, int top_k, Tensor? bias, Tensor? weights, Tensor(a!) out, int tag, "
     "str precision, int spread, Tensor? lhs_tensor_scale=None, Tensor? rhs_tensor_scale=None) "
     "-> ()",

@@ -136,7 +136,7 @@ def routed_record(native: Any, p: RoutedGemm, **more: int) -> tuple[Any, object]
     args = native.MoeGemmArgs(
         lhs=record_of(native, p.lhs), rhs=record_of(native, p.rhs), experts=p.rhs.groups,
         sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
-        num_tokens_post_padded=count.data_ptr(), blocks=len(experts), routed=len(p.out),
+        num_tokens_post_padded=pointer(count), blocks=len(experts), routed=len(p.out),
         block_m=block_m, a_div=a_div, weights=pointer(weights), out=p.out.data_ptr(),
         out_dtype=FLOAT_DTYPES[p.out.dtype], **more,
     )  # fmt: skip

@@ -26,7 +26,7 @@ class Routing(NamedTuple):
 
     sorted_token_ids: Tensor | None  # [positions]
     expert_ids: Tensor  # [blocks]
-    num_tokens_post_padded: Tensor  # [1]
+    num_tokens_post_padded: Tensor | None  # [1]; None: all count
     block_m: int
     a_div: int
     top_k: int = 1
@@ -38,7 +38,9 @@ class Routing(NamedTuple):
         at = torch.arange(size, device=blocks.device)
         block = at if ids is None else at // self.block_m
         first = block * self.block_m if ids is None else at
-        live = (first < self.num_tokens_post_padded) & (block < len(blocks))
+        live = block < len(blocks)
+        if self.num_tokens_post_padded is not None:
+            live = live & (first < self.num_tokens_post_padded)
         if len(blocks) == 0 or size == 0:
             return at.new_full((routed,), -1)
         expert = blocks.long()[block.clamp(max=len(blocks) - 1)]

@@ -104,9 +104,12 @@ def fused_experts(
     h = x.new_empty((routed, first.rows))
     moe_gemm(RoutedGemm(quantized_rows(x, settings), first, routing, bias[0], None, h, mode))
     middle = _activated(h, act, interleaved, settings)
-    y = scores.new_zeros((routed, second.rows))  # which slots of no expert here keep
+    # NOTE: of slots of no expert here, of which nothing is written.
+    experts = routing.expert_ids if routing.sorted_token_ids is None else ids.reshape(-1)
+    left_out = not known_to_host(ids) and (routing.sorted_token_ids is None or local is None)
+    y = (scores.new_empty if left_out else scores.new_zeros)((routed, second.rows))
     moe_gemm(RoutedGemm(middle, second, routing._replace(a_div=1), bias[1], scores, y, mode))
-    return summed_slots(y, top_k, x.dtype)
+    return summed_slots(y, top_k, x.dtype, (experts, first.groups) if left_out else None)
 
 
 def _activated(h: Tensor, act: Activation, interleaved: bool, settings: Settings) -> Operand:
@@ -129,8 +132,7 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
         if expert_map is not None:
             known = (flat >= 0) & (flat < total)
             flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
-        everything = torch.full((1,), routed, dtype=torch.int32, device=ids.device)
-        return Routing(None, flat, everything, 1, top_k, top_k)
+        return Routing(None, flat, None, 1, top_k, top_k)
     block = 8
     while block < _MOST_BLOCK and block * total < 2 * routed:
         block *= 2

@@ -32,9 +32,9 @@ def moe_gemm(a) -> int:
     w = _values(a.rhs_codes, a.rhs_scales, a.experts * a.rhs_rows, a.rhs_k, a.rhs_element)
     w = w.view(a.experts, a.rhs_rows, a.rhs_k)
     ids = None if a.sorted_token_ids == 0 else at(a.sorted_token_ids, (a.positions,), _I32)
+    count = at(a.num_tokens_post_padded, (1,), _I32) if a.num_tokens_post_padded else None
     routing = Routing(
-        ids, at(a.expert_ids, (a.blocks,), _I32), at(a.num_tokens_post_padded, (1,), _I32),
-        a.block_m, a.a_div,
+        ids, at(a.expert_ids, (a.blocks,), _I32), count, a.block_m, a.a_div,
     )  # fmt: skip
     out = at(a.out, (a.routed, a.rhs_rows), _DTYPES[a.out_dtype])
     for row, expert in enumerate(routing.experts(a.routed, a.experts).tolist()):
@@ -79,6 +79,9 @@ def moe_combine(a) -> int:
     positions = torch.arange(a.tokens * a.top_k).view(a.tokens, a.top_k)
     if a.slot_positions:
         positions = at(a.slot_positions, (a.tokens, a.top_k), _I32)
+    if a.slot_experts:
+        ids = at(a.slot_experts, (a.tokens, a.top_k), _I32)
+        positions = torch.where((ids >= 0) & (ids < a.experts), positions, -1)
     weights = torch.ones(a.tokens, a.top_k)
     if a.weights:
         weights = at(a.weights, (a.tokens, a.top_k), torch.float32)

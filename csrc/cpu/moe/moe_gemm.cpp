@@ -31,7 +31,9 @@ int64_t scale_row_bytes(const Operand& o) {
 // Calls body(row, expert) for the routed rows of experts that are here, in the order of the lists.
 template <class Body>
 void for_routed(const Routing& r, int64_t experts, const Body& body) {
-  const int64_t used = std::max<int64_t>(r.num_tokens_post_padded[0], 0);
+  const int64_t used = r.num_tokens_post_padded == nullptr
+                           ? std::max(r.positions, r.routed)
+                           : std::max<int64_t>(r.num_tokens_post_padded[0], 0);
   const auto one = [&](int64_t row, int64_t block) {
     const int64_t expert = r.expert_ids[block];
     if (row >= 0 && row < r.routed && expert >= 0 && expert < experts) body(row, expert);
@@ -170,7 +172,7 @@ Status check(const MoeGemmArgs& a) {
   if (a.lhs.tensor_scales != TensorScale::all) return Status::unsupported;
   const Routing& r = a.routing;
   if (a.experts < 0 || r.routed < 0 || r.block_m < 1 || r.a_div < 1 || r.positions < 0 ||
-      r.blocks < 0 || r.routed > a.lhs.rows * r.a_div || r.num_tokens_post_padded == nullptr) {
+      r.blocks < 0 || r.routed > a.lhs.rows * r.a_div) {
     return Status::bad_argument;
   }
   return Status::ok;

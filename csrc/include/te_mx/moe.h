@@ -9,7 +9,8 @@ namespace te_mx {
 // Position p of sorted_token_ids, below num_tokens_post_padded[0], holds a routed row, or what is
 // none (anything outside of 0 .. routed); its block p / block_m belongs to expert_ids[p / block_m],
 // to nobody if that is outside of 0 .. experts. Null sorted_token_ids: routed row r is a block of
-// its own, of expert_ids[r]. Routed row r reads row r / a_div of lhs.
+// its own, of expert_ids[r]. Null num_tokens_post_padded: all positions count. Routed row r reads
+// row r / a_div of lhs.
 struct Routing {
   const int32_t* sorted_token_ids = nullptr;  // [positions] or null
   const int32_t* expert_ids = nullptr;        // [blocks]
@@ -52,10 +53,12 @@ struct MoeAlignArgs {
 };
 
 // out[t] = sum over j in order of weights[t, j] * values[slot_positions[t, j]], in fp32, rounded
-// once; slots without a position add nothing.
+// once; slots without a position add nothing, nor do those of no expert, where slot_experts says.
 struct MoeCombineArgs {
   const float* values = nullptr;            // [positions, n] compact
   const int32_t* slot_positions = nullptr;  // [tokens, top_k]
+  const int32_t* slot_experts = nullptr;    // [tokens, top_k] or null
+  int64_t experts = 0;                      // those that there are
   const float* weights = nullptr;           // [tokens, top_k]
   int64_t tokens = 0, n = 0;
   int32_t top_k = 1;

@@ -48,6 +48,10 @@ __global__ void __launch_bounds__(kThreads)
       there[j] = first + j >= a.top_k          ? -1
                  : a.slot_positions == nullptr ? static_cast<int>(slot)
                                                : __ldg(a.slot_positions + slot);
+      if (a.slot_experts != nullptr && there[j] >= 0) {
+        const int expert = __ldg(a.slot_experts + slot);
+        if (expert < 0 || expert >= a.experts) there[j] = -1;
+      }
       values[j] = {};
       if (there[j] >= 0) values[j] = load_four(a.values + there[j] * a.n + column, left, vectors);
     }

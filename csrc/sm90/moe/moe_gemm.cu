@@ -21,7 +21,7 @@ Status check(const MoeGemmArgs& a) {
   const Routing& r = a.routing;
   if (a.rhs.codes == nullptr || a.lhs.codes == nullptr || a.out == nullptr || a.lhs.k != a.rhs.k ||
       a.experts < 1 || r.block_m < 1 || r.a_div < 1 || r.blocks < 0 || r.routed < 0 ||
-      r.expert_ids == nullptr || r.num_tokens_post_padded == nullptr)
+      r.expert_ids == nullptr)
     return Status::bad_argument;
   if (!known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
   Status status = check_mx(a.rhs.element, a.rhs.scaling);

@@ -29,7 +29,8 @@ struct PieceList {
 
   __device__ __forceinline__ PieceList(const Routing& routing, int64_t experts_)
       : r(routing), experts(static_cast<int>(experts_)) {
-    const int64_t given = max(*r.num_tokens_post_padded, 0);
+    const int64_t given =
+        r.num_tokens_post_padded == nullptr ? r.positions : max(*r.num_tokens_post_padded, 0);
     const int64_t counted = (given + r.block_m - 1) / r.block_m;
     blocks = static_cast<int>(min(counted, r.blocks));
     if (r.sorted_token_ids == nullptr) blocks = static_cast<int>(min(int64_t{blocks}, r.routed));

@@ -88,15 +88,18 @@ class HopperMoeCombine(Kernel):
 
     def run(
         self, y: Tensor, top_k: int, dtype: torch.dtype, weights: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | None = None, experts: tuple[Tensor, int] | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Sums over the slots of each token, times weights: y[positions[r]] of slot r, or y[r]."""
+        """Sums over the slots of each token, times weights: y[positions[r]] of slot r, or y[r],
+        where there are such experts."""
         native = binding.native()
         tokens, n = len(y) // top_k, y.shape[1]
         out = torch.empty((tokens, n), dtype=dtype, device=y.device)
+        ids, count = (None, 0) if experts is None else (experts[0].contiguous(), experts[1])
         args = native.MoeCombineArgs(
             values=y.data_ptr(), slot_positions=pointer(positions), weights=pointer(weights),
-            tokens=tokens, n=n, top_k=top_k, out=out.data_ptr(), out_dtype=DTYPES[dtype],
+            slot_experts=pointer(ids), experts=count, tokens=tokens, n=n, top_k=top_k,
+            out=out.data_ptr(), out_dtype=DTYPES[dtype],
         )  # fmt: skip
         binding.set_execution(args, y.device.index)
         return out if binding.supported(native.moe_combine(args)) else None

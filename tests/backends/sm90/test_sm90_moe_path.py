@@ -125,3 +125,24 @@ def test_envelope(change, said, calls):
     problem = Problem("moe_gemm", HERE, "mxfp8_e4m3@rows", "mxfp4@rows", 8, 48, 64, 4)
     reason = HopperMoeGemm().accepts(problem._replace(**change))
     assert reason is None if said is None else said in reason
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_slots_of_no_expert_add_nothing_and_need_no_zeros(tokens, calls, monkeypatch):
+    """What nobody writes is NaN here; on a device no kernel fills anything before the products."""
+    x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+    w13, w2 = te_mx.quantize(torch.randn(16, 96, 64)), te_mx.quantize(torch.randn(16, 64, 48))
+    ids = torch.rand(tokens, 16).argsort(1)[:, :2].int()
+    ids[0, 1], ids[1, 0] = -1, 16
+    call = (x, w13, w2, torch.rand(tokens, 2), ids)
+    with monkeypatch.context() as host:
+        host.setattr("te_mx.moe.experts.check_range", lambda *args: None)
+        want = te_mx.moe.fused_experts(*call)
+        host.setattr("te_mx.moe.experts.known_to_host", lambda ids: False)
+        torch.use_deterministic_algorithms(True)
+        try:
+            made = te_mx.moe.fused_experts(*call)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(made, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+    assert calls[-1] == "moe_combine"
