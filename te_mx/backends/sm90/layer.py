@@ -378,19 +378,21 @@ class Plan(LayerPlan):
             for i, (one, kernel) in enumerate(zip(self.products, self.kernels, strict=True))
             for gemm, runs in ((1, i or p.need_dx), (2, one.need_dw)) if runs
         ])  # fmt: skip
-        k, second, summed = p.first.k, p.second, p.first.bias
+        k, summed = p.first.k, p.first.bias
         if p.act is not None and p.act.gelu_form is not None:
             summed = _F32  # by a GEMM
         self.casts = summed is not p.first.bias
-        # Shapes and dtypes of what backward makes of weights and biases.
+        # What backward makes: 0 the gradients of the normalization, 1 and 2 of weights, 3 and 4 of
+        # biases, with shape and dtype.
         sums = self.builder.sums_apart
-        self.outputs: list[Any] = [
-            ((2, k), p.norm_dtype) if p.need_dx and p.norm is not None else None,
-            ((p.first.n, k), p.first.dtype) if p.first.need_dw else None,
-            ((second.n, second.k), second.dtype) if second and second.need_dw else None,
-            (p.first.n, summed) if p.first.need_db and not sums else None,
-            (second.n, second.bias) if second and second.need_db and not sums else None,
-        ]
+        self.outputs: list[tuple[int, Any, Any]] = []
+        if p.need_dx and p.norm is not None:
+            self.outputs.append((0, (2, k), p.norm_dtype))
+        for i, one in enumerate(self.products):
+            if one.need_dw:
+                self.outputs.append((1 + i, (one.n, one.k), one.dtype))
+            if one.need_db and not sums:
+                self.outputs.append((3 + i, one.n, summed if i == 0 else one.bias))
         # That of the usual call, so that what native code does not take is known before forward.
         self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
         if self._back(p.dtype, self.usual, p.return_z) is None:
@@ -436,18 +438,17 @@ class Plan(LayerPlan):
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
         p, device, outputs, wanted = self.problem, self.device, self.outputs, self.usual
+        to: list[Any] = [None] * 5
         adds, views = [0, 0], None
         if apart or into[0] is not None or into[1] is not None:
-            wanted, outputs, adds, views = self._routed(into, apart)
+            wanted, outputs, adds, views = self._routed(into, apart, to)
         made = self._back(g.dtype, wanted, apart)
         if made is None or outputs is None:
             return None
         g, g_stride = _rows(g, self.n)
-        norm, dw1, dw2, db1, db2 = [
-            of if type(of) is not tuple
-            else torch.empty(of[0], dtype=of[1], device=device)
-            for of in outputs
-        ]  # fmt: skip
+        for i, size, dtype in outputs:
+            to[i] = torch.empty(size, dtype=dtype, device=device)
+        norm, dw1, dw2, db1, db2 = to
         work, dx = torch.empty(made[1], dtype=_U8, device=device), None
         if p.need_dx:
             dx_shape, dtype = ((p.m, p.first.k), p.dtype) if apart else (shape, p.x_dtype)
@@ -467,9 +468,9 @@ class Plan(LayerPlan):
                 one if at is None else _view(one, at)
                 for one, at in zip((dw1, dw2), views, strict=True)
             )
-            for to in into:
-                if to is not None and to.out is not None and not to.out.is_inference():
-                    torch.autograd.graph.increment_version(to.out)
+            for place in into:
+                if place is not None and place.out is not None and not place.out.is_inference():
+                    torch.autograd.graph.increment_version(place.out)
         if self.casts and db1 is not None:
             db1 = db1.to(p.first.bias)
         if self.builder.sums_apart and self.products[-1].need_db:
@@ -478,14 +479,14 @@ class Plan(LayerPlan):
         return dx, norm, (dw1, dw2), (db1, db2)
 
     def _routed(
-        self, into: Sequence[Into | None], apart: bool
+        self, into: Sequence[Into | None], apart: bool, places: list[Any]
     ) -> tuple[tuple[Any, ...], Any, list[int], list[At | None]]:
         """Where weight gradients go elsewhere: the dtypes that they are written in, what is made
-        (tensors that are there already; None where native code does not write them), whether they
+        beside `places`, which are there (None where native code does not write them), whether they
         are added, and where columns that are left lie."""
-        p, wanted, outputs, adds = self.problem, [*self.usual], [*self.outputs], [0, 0]
+        p, wanted, adds = self.problem, [*self.usual], [0, 0]
         views: list[At | None] = [None, None]
-        outputs[0] = None if apart else outputs[0]
+        outputs = {i: (i, *of) for i, *of in self.outputs if i or not apart}
         for i, one in enumerate(self.products):
             to = into[i]
             if to is None or not one.need_dw:
@@ -493,13 +494,14 @@ class Plan(LayerPlan):
             if to.out is None:
                 room = Room("dw")
                 views[i] = room.operand(p.formats.g[1], one.n, p.m)
-                wanted[i], outputs[1 + i] = None, (room.size, _U8)
+                wanted[i], outputs[1 + i] = None, (1 + i, room.size, _U8)
                 continue
-            out, adds[i] = to.out, int(to.accumulate)
-            wanted[i], outputs[1 + i] = out.dtype, out
-            if self.builder.sums_apart and out.data_ptr() % _ALIGNMENT:
+            places[1 + i], adds[i] = to.out, int(to.accumulate)
+            wanted[i] = to.out.dtype
+            del outputs[1 + i]
+            if self.builder.sums_apart and to.out.data_ptr() % _ALIGNMENT:
                 return self.usual, None, adds, views
-        return tuple(wanted), outputs, adds, views
+        return tuple(wanted), outputs.values(), adds, views
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
@@ -524,11 +526,11 @@ class Plan(LayerPlan):
         return Operand(codes, scales, self.w[1], one.k, one.n)
 
     def as_saved(self, kept: Sequence[Tensor | None]) -> list[Any]:
-        made = list(kept)
+        made, (columns, others, _, first, _, second) = list(kept), kept
+        if _lies(columns) and (others is None or _lies(others)) and first is second is None:
+            return made
         for i, buffer in enumerate(made[:2]):
-            if buffer is not None and not (
-                buffer.is_contiguous() and buffer.data_ptr() % _ALIGNMENT == 0
-            ):
+            if buffer is not None and not _lies(buffer):
                 made[i] = buffer.clone(memory_format=torch.contiguous_format)
         for i, scales in enumerate(made[3::2]):
             if scales is not None:
@@ -540,6 +542,11 @@ class Plan(LayerPlan):
                     operand.codes, operand.scales if whole is None else whole
                 )  # fmt: skip
         return made
+
+
+def _lies(buffer: Any) -> bool:
+    """Whether kernels read it."""
+    return buffer.is_contiguous() and buffer.data_ptr() % _ALIGNMENT == 0
 
 
 def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
