@@ -12,6 +12,7 @@ void bind_moe_records(py::module_& m) {
       .field("routed", &Routing::routed)
       .field("block_m", &Routing::block_m)
       .field("a_div", &Routing::a_div)
+      .field("stands", &Routing::stands)
       .add_to(m, "Routing");
   Record<MoeGemmArgs>()
       .part("lhs", &MoeGemmArgs::lhs, "lhs_")

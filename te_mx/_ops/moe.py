@@ -35,7 +35,7 @@ from te_mx.runtime.kernel_log import LAST_RUN, note_read
 
 def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
     """Write the rows of p.out that are routed; `tag`: as of gemm_rows."""
-    lhs, rhs, routing, bias, weights, out, mode = p
+    lhs, rhs, routing, bias, weights, out, mode, _ = p
     sides = lhs.scales, rhs.codes, rhs.scales, rhs.packed
     if is_direct(lhs.codes, *sides, *routing[:3], bias, weights, out):
         _run(p, tag)
@@ -49,7 +49,7 @@ def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
 
 def check_routed(p: RoutedGemm) -> None:
     """Raise ValueError for what does not fit together."""
-    lhs, rhs, routing, bias, weights, out, _ = p
+    lhs, rhs, routing, bias, weights, out = p[:6]
     device, routed = lhs.codes.device, out.shape[0]
     names = "the weights", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "bias"
     beside = rhs.codes, *routing[:3], bias

@@ -58,7 +58,8 @@ class RoutedGemm(NamedTuple):
     """out[r] = (lhs[r // a_div] @ rhs_e^T + bias_e) * weights[r] for every routed row r of an
     expert e, in fp32, rounded to the dtype of out; other rows of out [routed, n] stay.
 
-    bias: [E, n]. weights: fp32 [routed]."""
+    bias: [E, n]. weights: fp32 [routed]. follows: it comes two kernels after a product of the same
+    lists, so that these were there before the kernel before it began."""
 
     lhs: Operand
     rhs: Stack
@@ -67,6 +68,7 @@ class RoutedGemm(NamedTuple):
     weights: Tensor | None
     out: Tensor
     mode: Mode
+    follows: bool = False
 
 
 class Align(NamedTuple):

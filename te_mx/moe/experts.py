@@ -108,7 +108,8 @@ def fused_experts(
     experts = routing.expert_ids if routing.sorted_token_ids is None else ids.reshape(-1)
     left_out = not known_to_host(ids) and (routing.sorted_token_ids is None or local is None)
     y = (scores.new_empty if left_out else scores.new_zeros)((routed, second.rows))
-    moe_gemm(RoutedGemm(middle, second, routing._replace(a_div=1), bias[1], scores, y, mode))
+    routing = routing._replace(a_div=1)
+    moe_gemm(RoutedGemm(middle, second, routing, bias[1], scores, y, mode, follows=True))
     return summed_slots(y, top_k, x.dtype, (experts, first.groups) if left_out else None)
 
 

@@ -17,6 +17,9 @@ struct Routing {
   const int32_t* num_tokens_post_padded = nullptr;
   int64_t positions = 0, blocks = 0, routed = 0;
   int32_t block_m = 1, a_div = 1;
+  // The lists were there before the kernel before this product was let in, as those of a product of
+  // the same rows two kernels before: they are read while that kernel runs.
+  bool stands = false;
 };
 
 // out[r] = (lhs[r / a_div] @ rhs_e^T + bias_e) * weights[r] for the routed rows r; others stay.

@@ -31,6 +31,7 @@ __device__ __forceinline__ Four load_four(const float* row, int left, bool vecto
 
 __global__ void __launch_bounds__(kThreads)
     moe_combine_kernel(const __grid_constant__ MoeCombineArgs a, bool vectors) {
+  mxtile::sm90::let_dependents_start();
   mxtile::sm90::await_predecessors();
   const int64_t quads = (a.n + 3) / 4;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;

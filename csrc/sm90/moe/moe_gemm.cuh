@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas)
 
   // NOTE: parameters are new to every launch; their lines are asked for before the wait.
   tile::touch(p.experts), tile::touch(p.slices), tile::touch(p.out), tile::touch(p.x_scales);
-  tile::await_predecessors();
+  if (!p.routing.stands) tile::await_predecessors();
   const PieceList<SharedRoom::kTokens> list(p.routing, p.experts);
   const int items = list.find(room.pieces, room.counts, p.first_piece) * p.slices;
   const int step = static_cast<int>(gridDim.x);
@@ -321,6 +321,9 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas)
     return rows;
   };
   Rows rows = rows_of(now);
+  // NOTE: not before the lists are there, which who comes after the next kernel may rely on.
+  if (p.routing.stands) tile::await_predecessors();
+  tile::let_dependents_start();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) store_scales(i, early[i]);
 

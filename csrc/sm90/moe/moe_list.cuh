@@ -29,8 +29,9 @@ struct PieceList {
 
   __device__ __forceinline__ PieceList(const Routing& routing, int64_t experts_)
       : r(routing), experts(static_cast<int>(experts_)) {
-    const int64_t given =
-        r.num_tokens_post_padded == nullptr ? r.positions : max(*r.num_tokens_post_padded, 0);
+    const int64_t given = r.num_tokens_post_padded == nullptr
+                              ? r.positions
+                              : max(__ldcg(r.num_tokens_post_padded), 0);
     const int64_t counted = (given + r.block_m - 1) / r.block_m;
     blocks = static_cast<int>(min(counted, r.blocks));
     if (r.sorted_token_ids == nullptr) blocks = static_cast<int>(min(int64_t{blocks}, r.routed));
@@ -41,7 +42,7 @@ struct PieceList {
   __device__ __forceinline__ int row(const Piece& piece, int i) const {
     if (r.sorted_token_ids == nullptr) return i == 0 ? piece.first : -1;
     const int at = piece.first + i, block_end = (piece.first / r.block_m + 1) * r.block_m;
-    return at < min(block_end, used) ? known(__ldg(r.sorted_token_ids + at)) : -1;
+    return at < min(block_end, used) ? known(__ldcg(r.sorted_token_ids + at)) : -1;
   }
 
   // Writes the pieces to do, of kMostPieces from `begin` on, in order and returns their number, to
@@ -59,7 +60,7 @@ struct PieceList {
       const int64_t end = min((int64_t{block} + 1) * r.block_m, r.positions);
       const int first =
           r.sorted_token_ids == nullptr ? block : block * r.block_m + i % per * kTokens;
-      const Piece piece{first, there ? __ldg(r.expert_ids + block) : -1};
+      const Piece piece{first, there ? __ldcg(r.expert_ids + block) : -1};
       int ids[kTokens];
 #pragma unroll
       for (int j = 0; j < kTokens; ++j) {
@@ -67,7 +68,7 @@ struct PieceList {
         if (r.sorted_token_ids == nullptr) {
           if (j == 0) ids[j] = first;
         } else if (there && first + j < end) {
-          ids[j] = __ldg(r.sorted_token_ids + first + j);
+          ids[j] = __ldcg(r.sorted_token_ids + first + j);
         }
       }
       bool holds = false;

@@ -75,7 +75,8 @@ class HopperMoeGemm(Kernel):
     def run(self, p: RoutedGemm) -> str | None:
         native = binding.native()
         ids = p.routing.sorted_token_ids
-        args, _keep = routed_record(native, p, positions=len(p.out) if ids is None else len(ids))
+        positions = len(p.out) if ids is None else len(ids)
+        args, _keep = routed_record(native, p, positions=positions, stands=p.follows)
         binding.set_execution(args, p.out.device.index)
         return self.name if binding.supported(native.moe_gemm(args)) else None
 
