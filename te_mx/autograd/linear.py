@@ -158,8 +158,7 @@ class OneCallLinear(torch.autograd.Function):
         if shared:
             if given is None:
                 input_cache.put_held(x, plan, settings.scale_rule, held)
-            if need_dx:
-                ctx.siblings = input_cache.siblings_of(x, ctx)
+        ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
         ctx.call, ctx.plan, ctx.grad_targets = call, plan, (grad_target,)
         first = scales = w = w_scales = None
         if columns:
@@ -209,8 +208,7 @@ def _fused_backward(
     else:
         x_col, w_col = plan.as_saved(saved, (w, w_scales) if w_kept else None)
     used: Any = w_col if w_kept else w
-    siblings = getattr(ctx, "siblings", None)
-    among = None if siblings is None else entered(siblings)
+    among = None if ctx.siblings is None else entered(ctx.siblings)
     if (x is None or x_col is not None) and are_direct(grad, *(x_col or ()), *(w_col or (w,))):
         before = None if among is None else among.total
         if call.grad_target is None:

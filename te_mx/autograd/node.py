@@ -253,12 +253,12 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 # Until 2.13 the Python object of a node did not keep the node alive, which pipelines rely on that
 # compute gradients of inputs and of weights apart.
 _LOSES_NODES = torch.__version__ < "2.13"
+_refusing: set[type] = set()  # classes of nodes
 
 
 def _refuse_split_backward(node_class: Any) -> None:
     """Have nodes of this class refuse such a pipeline, where it begins with a hook."""
-    if "register_prehook" in vars(node_class):
-        return
+    _refusing.add(node_class)
     register = node_class.register_prehook
 
     def register_prehook(self: Any, hook: Any) -> Any:
@@ -290,9 +290,9 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
 
 def linked(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
     """The same, of code that is not compiled."""
-    if _LOSES_NODES:
+    if _LOSES_NODES and type(ctx) not in _refusing:
         _refuse_split_backward(type(ctx))
-    link = torch.empty(0)
+    link, ctx.linked = torch.empty(0), True
     ctx.save_for_backward(*saved, link)
     if len(made) == 1:
         ctx.set_materialize_grads(False)  # or each backward pass makes zeros for the link
@@ -325,7 +325,7 @@ def run_backward(
     zero: they come from a node that raises and has an edge to each output gradient and, through the
     link, to each input. Whatever way a second derivative takes, it meets an error."""
     saved, link = ctx.saved_tensors, None
-    if getattr(ctx, "linked", True):
+    if ctx.linked:
         saved, link, grads = saved[:-1], saved[-1], grads[:-1]
     if grads[0] is None:
         return settled(getattr(ctx, "siblings", None)), *(None,) * (len(ctx.needs_input_grad) - 1)

@@ -107,6 +107,7 @@ class Steps:
 
     def __init__(self, device: torch.device, arguments: tuple[str, ...], temp: Room) -> None:
         self.device, self.temp = device, temp
+        self.index = -1 if device.index is None else device.index
         self._numbers = {name: i for i, name in enumerate(arguments)}
         self._steps: list[tuple[str, tuple[Any, ...], list[tuple[int, str, int, int]]]] = []
         self.native = binding.native()
@@ -114,8 +115,7 @@ class Steps:
 
     def made(self) -> Any:
         """The sequence."""
-        index = self.device.index
-        return self.native.sequence(self._steps, -1 if index is None else index, len(self._numbers))
+        return self.native.sequence(self._steps, self.index, len(self._numbers))
 
     def add(self, call: str, *records: tuple[str, Fields]) -> None:
         """A call of records, each a type and its fields; places among these differ by run."""
@@ -281,7 +281,7 @@ class Steps:
         asked = {name: 16 if isinstance(v, Place) else v for name, v in fields.items()}
         for adds in {False, "accumulate" in fields}:
             args = self.native.Nvfp4MultiplyArgs(**asked | {"accumulate": adds})
-            args.device = self.device.index
+            args.device = self.index
             if not binding.supported(self.native.nvfp4_multiplies(args)):
                 raise Unfit
         self.add("nvfp4_multiply", ("Nvfp4MultiplyArgs", fields))
