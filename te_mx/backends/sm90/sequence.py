@@ -281,7 +281,7 @@ class Steps:
         asked = {name: 16 if isinstance(v, Place) else v for name, v in fields.items()}
         for adds in {False, "accumulate" in fields}:
             args = self.native.Nvfp4MultiplyArgs(**asked | {"accumulate": adds})
-            args.device = self.device.index
+            args.device = -1 if self.device.index is None else self.device.index
             if not binding.supported(self.native.nvfp4_multiplies(args)):
                 raise Unfit
         self.add("nvfp4_multiply", ("Nvfp4MultiplyArgs", fields))
