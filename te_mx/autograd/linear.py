@@ -155,9 +155,8 @@ class OneCallLinear(torch.autograd.Function):
             given = _given(x, plan, settings.scale_rule, columns)
         row = None if ready is None else ready.row
         y, held = plan.forward(x, weight_NK, bias_N, given, row, shared, tag)
-        if shared:
-            if given is None:
-                input_cache.put_held(x, plan, settings.scale_rule, held)
+        if shared and given is None:
+            input_cache.put_held(x, plan, settings.scale_rule, held)
         ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
         ctx.call, ctx.plan, ctx.grad_targets = call, plan, (grad_target,)
         first = scales = w = w_scales = None
