@@ -159,7 +159,7 @@ class OneCallLinear(torch.autograd.Function):
             input_cache.put_held(x, plan, settings.scale_rule, held)
         ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
         ctx.call, ctx.plan, ctx.grad_targets = call, plan, (grad_target,)
-        first = scales = w = w_scales = None
+        first = scales = w = None
         if columns:
             assert held.x_col is not None
             first, scales = held.x_col
@@ -169,9 +169,7 @@ class OneCallLinear(torch.autograd.Function):
             w = weight_NK if need_dx else None
         elif ready is None:
             w = held.w_col
-        else:
-            w, w_scales = ready.col.codes, ready.col.scales
-        return linked(ctx, (first, scales, w, w_scales), y)
+        return linked(ctx, (first, scales, w), y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -191,25 +189,24 @@ def _fused_backward(
     ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     plan: LinearPlan = ctx.plan
-    call, (first, scales, w, w_scales) = ctx.call, tensors
-    _, _, _, columns, _, w_kept, settings, *_ = plan.problem
-    saved: Part | None = (first, scales) if columns else None
-    x = None
-    if first is not None and not columns:
+    call, (first, scales, w) = ctx.call, tensors
+    p, ready, x = plan.problem, call.kept, None
+    x_col: Part | None = (first, scales) if p.x_columns else None
+    w_col: Part | None = None
+    if first is not None and x_col is None:
         # Its columns are made now, in what the product takes.
         x = first
-        made_of = quantized_columns(x, "x", settings) if is_direct(x) else None
-        plan = plan.kernel.plan(plan.problem._replace(x_columns=True))
-        saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
-    ready, x_col, w_col = call.kept, None, None
-    if w_kept and ready is not None and w is ready.col.codes and w_scales is ready.col.scales:
-        x_col, w_col = plan.as_saved(saved, None)[0], (w, w_scales)
+        made_of = quantized_columns(x, "x", p.settings) if is_direct(x) else None
+        plan = plan.kernel.plan(p._replace(x_columns=True))
+        x_col = None if made_of is None or made_of.spec != plan.col else made_of[:2]
+    if p.w_kept and ready is not None:
+        (x_col, _), w_col = plan.as_saved(x_col, None), ready.col[:2]
     else:
-        x_col, w_col = plan.as_saved(saved, (w, w_scales) if w_kept else None)
-    used: Any = w_col if w_kept else w
+        x_col, w_col = plan.as_saved(x_col, (w, None) if p.w_kept else None)
     among = None if ctx.siblings is None else entered(ctx.siblings)
-    if (x is None or x_col is not None) and are_direct(grad, *(x_col or ()), *(w_col or (w,))):
+    if (x is None or x_col is not None) and are_direct(grad, *tensors):
         before = None if among is None else among.total
+        used: Any = w if w_col is None else w_col
         if call.grad_target is None:
             made = plan.backward(grad, x_col, used, before, None, call.tag)
         else:
@@ -218,7 +215,6 @@ def _fused_backward(
             dx, dw, db = made
             return dx if among is None else passed_on(among, dx), dw, db, None, None
     # Step by step, through the ops, for somebody who watches them.
-
     x_kept = w_of = NOTHING
     if x is not None:
         x_kept = SavedOperand.itself(x)
@@ -230,8 +226,7 @@ def _fused_backward(
         w_of = SavedOperand.operand(plan.w_columns(w_col))
     elif w is not None:
         w_of = SavedOperand.itself(w)
-    p = plan.problem
-    how = Backward(settings, call.tag, p.x_shape, p.dtypes[:3], call.grad_target, among)
+    how = Backward(p.settings, call.tag, p.x_shape, p.dtypes[:3], call.grad_target, among)
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
 
 

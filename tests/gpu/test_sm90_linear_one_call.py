@@ -166,8 +166,8 @@ def test_an_input_gradient_is_added_to_another(keep, of):
     with te_mx.autocast(recipe=recipe(of, keep_weight_columns=keep)):
         y = layer(x.requires_grad_())
     node, grad = y.grad_fn, randn(m, n, seed=3)
-    (codes, scales, *of_w, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
-    parts = (codes, scales), tuple(of_w) if keep else of_w[0]
+    (codes, scales, of_w, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
+    parts = (codes, scales), (of_w, None) if keep else of_w
     dx = node.plan.backward(grad, *parts, None)[0]
     exact, got = torch.zeros_like(before), before.clone()  # in fp32, whatever dtype x has
     assert node.plan.backward(grad, *parts, exact)[0] is exact and torch.equal(exact.to(BF16), dx)
