@@ -40,7 +40,7 @@ Status check_out_nvfp4(const QuantizeOut& out) {
   if (!is_fp4(out.element) || !is_writer(out.rule)) return Status::unsupported;
   for (const int32_t size : {out.row.hadamard, out.col.hadamard}) {
     if (size != 0 && size != 16 && size != 32) return Status::bad_argument;
-    if (size == 32 || (size != 0 && out.scaling.block_rows != 1)) return Status::unsupported;
+    if (size != 0 && out.scaling.block_rows != 1) return Status::unsupported;
   }
   return check_places(out);
 }
@@ -82,8 +82,18 @@ struct Problem {
     t.rows = static_cast<int>(std::min<int64_t>(kRows, x.rows - r0));
     t.cols = static_cast<int>(std::min<int64_t>(kCols, x.cols - c0));
     t.square = square;
-    t.row_transform = to.row.codes && to.row.hadamard != 0;
-    t.col_transform = to.col.codes && to.col.hadamard != 0 && t.rows == kRows;
+    t.row_transform = to.row.codes ? to.row.hadamard : 0;
+    const int64_t of_rows = to.col.codes ? to.col.hadamard : 0,
+                  chunk = std::max(of_rows, int64_t{1});
+    const bool whole = r0 / chunk * chunk + of_rows <= x.rows;
+    t.col_transform = whole ? static_cast<int>(of_rows) : 0;
+    const int64_t there = r0 ^ kRows;
+    t.upper = there < r0;
+    if (t.col_transform == 2 * kRows) {
+      t.other =
+          static_cast<const char*>(t.x) + (there - r0) * x.row_stride * element_bytes(x.dtype);
+      t.other_signs = static_cast<uint32_t>(to.col.signs) >> (there % 32);
+    }
     t.row_signs = static_cast<uint32_t>(to.row.signs);
     t.col_signs = static_cast<uint32_t>(to.col.signs) >> (r0 % 32);
     t.stochastic = to.seed != nullptr;

@@ -36,10 +36,13 @@ struct Tile {
   uint8_t* col_scales;  // of column c (when square of block c / 16) at c * col_scale_stride
   int64_t col_scale_stride;
   float* col_sum;  // [cols], running sums, or null
-  // Whether chunks of 16 of a row, or these 16 rows, are transformed first, and with which signs:
-  // those of bits c % 32 and r % 32.
-  bool row_transform, col_transform;
+  // How many of a row, or of rows, are transformed together first, 0, 16 or 32, and with which
+  // signs: those of bits c % 32 and r % 32. Of 32 rows these are a half, and `other` are the rest.
+  int row_transform, col_transform;
   uint32_t row_signs, col_signs;
+  const void* other;
+  uint32_t other_signs;
+  bool upper;  // these are the second half
   bool stochastic;
   uint64_t seed;
   uint32_t row0;  // number of the first row

@@ -465,11 +465,11 @@ void quantize_as(const Tile& t) {
   };
   if (t.row_codes != nullptr) {
     if (t.square && tries_two(R)) try_square<S>(t, x, square);
-    make_rows<S, R>(t, source(Of::row_chunks, t.row_transform), shared, words);
+    make_rows<S, R>(t, source(Of::row_chunks, t.row_transform != 0), shared, words);
   }
   if (t.col_codes != nullptr) {
     if (t.square && tries_two(R)) try_square_columns<S>(t, x, square);
-    make_columns<S, R>(t, source(Of::col_chunks, t.col_transform), shared, words);
+    make_columns<S, R>(t, source(Of::col_chunks, t.col_transform != 0), shared, words);
   }
 }
 

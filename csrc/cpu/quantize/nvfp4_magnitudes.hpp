@@ -54,6 +54,11 @@ void load_as(const Tile& tile, Values& out) {
   }
 }
 
+inline Tile other_of(Tile t) {
+  t.x = t.other;
+  return t;
+}
+
 // Zeros outside of the matrix.
 void load(const Tile& tile, Values& out) {
   if (tile.dtype == DType::f32) return load_as<uint32_t, false>(tile, out);
@@ -89,26 +94,44 @@ inline void round_to(DType dtype, uint32_t* x, int n) {
   for (int i = 0; dtype == DType::f16 && i < n; ++i) x[i] = mx::f16_to_f32(mx::f32_to_f16(x[i]));
 }
 
-// Transformed columns, a vector of them at a time: body(c, rows) has 16 rows of those from c on.
+// The sums of 16 rows of a vector of columns.
+template <class S>
+MXTILE_WORD void add_up(const Values& x, int c, uint32_t signs, typename S::F (&v)[kRows]) {
+  for (int r = 0; r < kRows; ++r) {
+    const auto sign = S::set(signs >> r & 1 ? -1.0f : 1.0f);
+    v[r] = S::mul(S::load(reinterpret_cast<const float*>(x[r]) + c), sign);
+  }
+#pragma GCC unroll 4
+  for (int h = 1; h < kRows; h *= 2) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      if (r & h) continue;
+      const auto low = v[r], high = v[r + h];
+      v[r] = S::add(low, high), v[r + h] = S::sub(low, high);
+    }
+  }
+}
+
+// Transformed columns, a vector of them at a time: body(c, rows) has 16 rows of those from c on. Of
+// 32 rows the other half is read, too.
 template <class S, class Body>
 MXTILE_WORD void turn_columns(const Tile& t, const Values& x, const Body& body) {
+  const InRoom<Values> room;
+  const bool halves = t.col_transform == 2 * kRows;
+  if (halves) load(other_of(t), *room);
+  const auto factor = S::set(halves ? mx::as_float(0x3E3504F3u) : 0.25f);
   for (int c = 0; c < kCols; c += S::kLanes) {
     typename S::F v[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      const auto sign = S::set(t.col_signs >> r & 1 ? -1.0f : 1.0f);
-      v[r] = S::mul(S::load(reinterpret_cast<const float*>(x[r]) + c), sign);
-    }
-#pragma GCC unroll 4
-    for (int h = 1; h < kRows; h *= 2) {
-#pragma GCC unroll 16
+    add_up<S>(x, c, t.col_signs, v);
+    if (halves) {
+      typename S::F rest[kRows];
+      add_up<S>(*room, c, t.other_signs, rest);
       for (int r = 0; r < kRows; ++r) {
-        if (r & h) continue;
-        const auto low = v[r], high = v[r + h];
-        v[r] = S::add(low, high), v[r + h] = S::sub(low, high);
+        v[r] = t.upper ? S::sub(rest[r], v[r]) : S::add(v[r], rest[r]);
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      v[r] = S::mul(v[r], S::set(0.25f));
+      v[r] = S::mul(v[r], factor);
       if (t.dtype == DType::bf16) {
         // NaN stays what it is: its block says so.
         v[r] = S::as_float(S::iand(mxtile::simd::bf16_high<S>(v[r]), S::iset(~0xFFFF)));
@@ -132,9 +155,13 @@ void transform(const Tile& t, Of of, const Values& x, Values& out) {
   }
   std::memcpy(out, x, sizeof out);
   for (int r = 0; r < t.rows; ++r) {
-    for (int c = 0; c + kB <= t.cols; c += kB) {
-      mxtile::quant::hadamard<kB, 1>(out[r] + c, t.row_signs >> (c % 32));
-      round_to(t.dtype, out[r] + c, kB);
+    for (int c = 0; c + t.row_transform <= t.cols; c += t.row_transform) {
+      if (t.row_transform == kB) {
+        mxtile::quant::hadamard<kB, 1>(out[r] + c, t.row_signs >> (c % 32));
+      } else {
+        mxtile::quant::hadamard<2 * kB, 1>(out[r] + c, t.row_signs);
+      }
+      round_to(t.dtype, out[r] + c, t.row_transform);
     }
   }
 }
@@ -159,7 +186,7 @@ void raise(const Tile& tile, Of of, uint32_t* largest, int64_t rows, int64_t col
   const InRoom<Both> room;
   load(tile, room->x);
   const auto raise_to = [](uint32_t& to, uint32_t a) { to = a > to ? a : to; };
-  const bool by_cols = of == Of::col_chunks && tile.col_transform;
+  const bool by_cols = of == Of::col_chunks && tile.col_transform != 0;
   if (by_cols && rows == 0 && cols == 0) {
     const auto inf = S::iset(0x7F800000), zero = S::iset(0);
     auto most = zero;
@@ -174,7 +201,7 @@ void raise(const Tile& tile, Of of, uint32_t* largest, int64_t rows, int64_t col
     for (int i = 0; i < S::kLanes; ++i) raise_to(*largest, mx::as_bits(lanes[i]));
     return;
   }
-  const bool transforms = by_cols || (of == Of::row_chunks && tile.row_transform);
+  const bool transforms = by_cols || (of == Of::row_chunks && tile.row_transform != 0);
   if (transforms) transform<S>(tile, of, room->x, room->transformed);
   const Values& x = transforms ? room->transformed : room->x;
   for (int r = 0; r < tile.rows; ++r) {

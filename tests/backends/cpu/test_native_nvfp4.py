@@ -93,14 +93,15 @@ def test_ends_of_the_range(isa, rule):
             check_bytes(case.to(dtype), "nvfp4", rule, ("rows", "cols"))
 
 
-RHT = "nvfp4+rht16:0xd7e8d7e8"
+RHT, RHT_32 = "nvfp4+rht16:0xd7e8d7e8", "nvfp4+rht32:0x1b2d3c4f"
 
 
 @pytest.mark.parametrize("rule", ["te", "te+sr", "modelopt+sr", "te_4over6_mse+sr"])
 @given(
     rows=SIZES, cols=SIZES, dtype=DTYPES, data=st.data(),
     targets=st.sampled_from([("nvfp4@rows", f"{RHT}@cols"), (f"{RHT}@rows", "nvfp4@rows"),
-                             ("", f"{RHT}@rows"), ("nvfp4@rows", "nvfp4@cols")]),
+                             (f"{RHT_32}@rows", f"{RHT_32}@cols"), ("", f"{RHT}@rows"),
+                             ("nvfp4@rows", f"{RHT_32}@rows"), ("nvfp4@rows", "nvfp4@cols")]),
 )  # fmt: skip
 @settings(max_examples=8)
 def test_rounded_at_random_and_transformed(isa, rule, rows, cols, dtype, data, targets):
