@@ -46,6 +46,62 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
     a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
 }
 
+// A row of bf16 in whole vectors by eight lanes: a first pass of all blocks by fewer instructions,
+// and others where some lie far apart.
+__device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
+  using Eight = AlignedValues<__nv_bfloat16, true>;
+  using In = Input<__nv_bfloat16>;
+  const int quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 8;
+  const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 8;
+  const int k = quad * kDecodeQuad + lane * 16, block = row / a.rows, r = row - block * a.rows;
+  DecodeRows rows = a.rows_of;
+  if (!rows.begin(block) || rows.group < 0) return;
+  const bool there = r < rows.count;
+  const auto* const from =
+      static_cast<const __nv_bfloat16*>(a.in.x) + int64_t{there ? rows.first + r : 0} * a.in.ld + k;
+  Eight x[2];
+  Eight::read(x[0].v, from, there ? a.k - k : 0);
+  Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
+  auto most = In::larger(x[0].own_most(), x[1].own_most());
+  const float2 two = In::magnitudes(In::larger(most, In::shuffle_xor(most, 1)));
+  const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+  const int byte = static_cast<int>(scale_byte(a.in, amax));
+  const bool left = amax != 0 && byte != 255;
+  int e = left ? byte : -1;
+  e = max(e, __shfl_xor_sync(~0u, e, 2));
+  e = max(e, __shfl_xor_sync(~0u, e, 4));
+  const int down = e - byte;
+  const bool taken = left && down <= a.spread;
+  // NOTE: codes of NaN stay NaN, others of blocks that are not taken become zeros.
+  const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
+  const uint2 low = x[0].codes_of(byte), high = x[1].codes_of(byte);
+  const auto times = [&](uint32_t codes) { return tile::fp8x4_times<Element::e4m3>(codes, f, f); };
+  const int place = aligned_scale_place<false>(r);
+  if (there) {
+    const uint4 made{times(low.x), times(low.y), times(high.x), times(high.y)};
+    store_sixteen(a.at(block, 0, quad), made, r, lane);
+    // NOTE: rows without further passes have scales of 0 there.
+    if (lane < kMostPasses)
+      a.scales_at(block, lane, quad)[place] = lane == 0 ? aligned_scale(e) : 0.0f;
+  }
+  int passes = 1;
+  if (__syncthreads_or(left && !taken)) {
+    AlignedSixteen<Eight> blocks(x, a.in, amax);
+    int number = 0;
+#pragma unroll 1
+    for (; number == 0 || blocks.more(); ++number) {
+      uint4 made;
+      e = blocks.pass(number, a.spread, made);
+      if (number == 0 || e < 0 || !there) continue;
+      store_sixteen(a.at(block, number, quad), made, r, lane);
+      if (lane == 0) a.scales_at(block, number, quad)[place] = aligned_scale(e);
+    }
+    for (int i = 1; i < kMostPasses; ++i) passes += __syncthreads_or(number > i) != 0;
+  }
+  if (threadIdx.x == 0)
+    a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
+}
+
 template <bool kFactors, bool kVectors>
 __device__ __forceinline__ void align_any(const AlignedInput& a) {
   using Bf16 = AlignedValues<__nv_bfloat16, kVectors, kFactors>;
@@ -76,6 +132,14 @@ __global__ void __launch_bounds__(kAlignThreads, 5)
   } else {
     vectors ? align_any<false, true>(a) : align_any<false, false>(a);
   }
+}
+
+// The same where plain() says so, by half as many threads.
+__global__ void __launch_bounds__(kAlignThreads / 2)
+    align_plain(const __grid_constant__ AlignedInput a) {
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  align_plain_row(a);
 }
 
 }  // namespace te_mx::sm90

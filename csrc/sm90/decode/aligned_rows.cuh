@@ -22,6 +22,8 @@ struct AlignedInput {
   float* beside = nullptr;  // scales of [block of rows][quad] where there is one pass
   bool factors = false;     // with one fp32 scale for 128 of k, so that nothing is to be aligned
 
+  // bf16 values in whole vectors, in passes: eight threads have a quad of a row, else 16.
+  __host__ __device__ bool plain() const { return !factors && beside == nullptr && in.plain(k); }
   __device__ __forceinline__ uint8_t* at(int64_t block, int pass, int quad) const {
     if (beside != nullptr) return made + (block * quads + quad) * rows * kDecodeQuad;
     return made + ((block * kMostPasses + pass) * quads + quad) * aligned_bytes(rows);
@@ -84,6 +86,39 @@ struct AlignedEight {
   __device__ __forceinline__ bool more() const { return __any_sync(~0u, left); }
 };
 
+// The same of sixteen elements of a row, as eight lanes have a quad of it; amax: of the block.
+template <class Eight>
+struct AlignedSixteen {
+  uint2 codes[2];
+  uint32_t byte;
+  bool left;
+
+  __device__ __forceinline__ AlignedSixteen(const Eight (&x)[2], const DecodeInput& in,
+                                            uint32_t amax)
+      : byte(scale_byte(in, amax)) {
+    codes[0] = x[0].codes_of(byte), codes[1] = x[1].codes_of(byte);
+    uint32_t there = (codes[0].x | codes[0].y | codes[1].x | codes[1].y) & 0x7F7F7F7Fu;
+    there |= __shfl_xor_sync(~0u, there, 1);
+    left = there != 0 && byte != 255;
+  }
+  __device__ __forceinline__ int pass(int number, int spread, uint4& made) {
+    int e = left ? static_cast<int>(byte) : -1;
+#pragma unroll
+    for (int lanes = 2; lanes < 8; lanes *= 2) e = max(e, __shfl_xor_sync(~0u, e, lanes));
+    const int down = e - static_cast<int>(byte);
+    uint2 a{0, 0}, b{0, 0};
+    if (left && down <= spread) {
+      a = codes[0], b = codes[1];
+      if (down != 0) a = lowered(a, down), b = lowered(b, down);
+      left = false;
+    }
+    if (number == 0 && byte == 255) a = b = nan_codes();
+    made = {a.x, a.y, b.x, b.y};
+    return e;
+  }
+  __device__ __forceinline__ bool more() const { return __any_sync(~0u, left); }
+};
+
 // Where the scale of row r lies: what lane 4g + t reads at once, columns 8j + 2t and 8j + 2t + 1 of
 // two j's, or of one where there are 8 rows, is in one piece.
 template <bool kEight>
@@ -96,6 +131,10 @@ __device__ __forceinline__ int aligned_scale_place(int r) {
 __device__ __forceinline__ void store_aligned(uint8_t* quad, uint2 codes, int r, int lane) {
   uint8_t* const rows = quad + r / 8 * 1024;
   *reinterpret_cast<uint2*>(rows + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = codes;
+}
+// Sixteen codes, from 16 * lane of a quad on.
+__device__ __forceinline__ void store_sixteen(uint8_t* quad, uint4 codes, int r, int lane) {
+  *reinterpret_cast<uint4*>(quad + r / 8 * 1024 + tile::swizzle128(r % 8, lane)) = codes;
 }
 // The scale of an exponent; that of codes which are zeros, or NaN, is 1.
 __device__ __forceinline__ float aligned_scale(int e) {

@@ -37,7 +37,7 @@ struct DecodeInput {
   uint8_t* made_scales = nullptr;
 
   // bf16 values in whole vectors.
-  bool plain(int64_t k) const {
+  __host__ __device__ bool plain(int64_t k) const {
     return dtype == DType::bf16 && vectors && k % 8 == 0 && scales == nullptr && gate == nullptr &&
            !as_is;
   }

@@ -5,9 +5,9 @@
 namespace te_mx::sm90 {
 namespace {
 
-// Numbers of quads times rows of x, of a part of k, up to which CTAs that share them make x; beyond
-// a kernel before is faster.
-constexpr int kSharedQuads = 512;
+// Numbers of quads times rows of x, of a part of k, up to which CTAs make x, by themselves or two
+// of them together; beyond a kernel before is faster.
+constexpr int kOwnQuads = 512, kSharedQuads = 256;
 
 template <class Math>
 Status run(TilesParams p, const DecodeTask& t) {
@@ -50,8 +50,9 @@ Status run_tiles(const DecodeTask& t, int spread, int sms) {
   p.parts = shares_of(p.x.quads, p.cluster);
   if (p.x.in.plain(p.x.k)) {
     if (p.x.m <= 8) return run<TilesMath<8, true>>(p, t);
-    if (p.x.m <= 16) return run<TilesMath<16, true>>(p, t);
-    if (p.x.m <= 32 && 2 * p.cluster <= kDecodeMaxCluster && p.parts.least * 32 <= kSharedQuads)
+    if (p.x.m <= 16 && p.parts.least * 16 <= kOwnQuads) return run<TilesMath<16, true>>(p, t);
+    if (p.x.m > 16 && p.x.m <= 32 && 2 * p.cluster <= kDecodeMaxCluster &&
+        p.parts.least * 32 <= kSharedQuads)
       return run<TilesMath<32, true, 2>>(p, t);
   }
   const int rows = wide_rows(p.x.m);

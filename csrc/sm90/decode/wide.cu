@@ -1,4 +1,4 @@
-// The launch of align_rows.
+// The launch of align_rows and align_plain.
 #include "decode/align_kernel.cuh"
 #include "decode/wide_run.cuh"
 
@@ -8,6 +8,7 @@ Status launch_align(const AlignedInput& x, int blocks, void* stream) {
   const bool grouped = x.rows_of.groups.count > 0;
   const int rows = grouped ? blocks * x.rows : x.m;
   const dim3 grid(x.quads, (rows + kAlignRows - 1) / kAlignRows);
+  if (x.plain()) return launch_early(align_plain, {grid, kAlignThreads / 2, stream, 0, 1}, x);
   return launch_early(align_rows, {grid, kAlignThreads, stream, 0, 1}, x);
 }
 
