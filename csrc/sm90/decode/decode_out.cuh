@@ -99,8 +99,11 @@ __device__ __forceinline__ void send_sums(float4* to, const float* v, int cluste
   }
 }
 
-// Eight sums of a lane, of all parts in order.
-__device__ __forceinline__ void add_parts(const float* from, int parts, float (&v)[8]) {
+// The sums of all parts of a fragment, in order, that lie from `sums` on: half a warp has it, a
+// lane row lane / 2 of x and eight of the weights, from 8 * (lane % 2) on.
+__device__ __forceinline__ void add_parts(const float4* sums, int parts, float (&v)[8]) {
+  const int lane = threadIdx.x % 16, half = lane % 2;
+  const float* from = reinterpret_cast<const float*>(sums) + lane / 4 * 4 + half * 2 + lane / 2 % 2;
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = from[16 * i];
 #pragma unroll 4
@@ -138,10 +141,8 @@ __device__ __forceinline__ void finish_fragments(const At& at, int rank, int n0,
     const int n = n0 + fragment % kWarps * 16 + half * 8, count = min(8, at.p.n - n);
     if (col >= rows || count <= 0) continue;
     const int parts = at.p.cluster * kParts;
-    const float* const from = reinterpret_cast<const float*>(at.sums()) + slot * parts * 128 +
-                              lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
-    add_parts(from, parts, v);
+    add_parts(reinterpret_cast<const float4*>(at.sums()) + slot * parts * 32, parts, v);
     write(col, n, count, v);
   }
 }
@@ -164,10 +165,8 @@ __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& pl
     const int n = (group0 + group) * kDecodeRows + half * 8;
     const int count = group < groups ? min(8, p.n - n) : 0;
     if (col >= rows.count || count <= 0) continue;
-    const float* from = reinterpret_cast<const float*>(sums + slot * place.parts * 32) +
-                        lane / 4 * 4 + half * 2 + lane / 2 % 2;
     float v[8];
-    add_parts(from, place.parts, v);
+    add_parts(sums + slot * place.parts * 32, place.parts, v);
     write_eight(out, rows.first + col, n, int64_t{rows.group} * p.n, count, v);
   }
 }

@@ -58,6 +58,7 @@ struct Nvfp4Math {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf, kMakes = kQuantizes;
   static constexpr int kCols = kColumns, kGroups = 1, kParts = 2;
+  static constexpr int kStages = 0;  // Nvfp4Params has them
   static constexpr int kFloats = kCols / 2;
   static constexpr int kWarps = 4 * kGroups, kMath = 32 * kWarps * kParts, kThreads = kMath + 32;
   static constexpr int kBatch = 4;  // operands that are made together
@@ -94,24 +95,38 @@ __host__ __device__ constexpr int tiles_of(int groups) {
   return (groups + Math::kGroups - 1) / Math::kGroups;
 }
 
+// Where tile `index` lies: its block of x, and its tile of weights. Blocks of a band meet a tile
+// one after the other: their x stays in L2.
+template <class Math>
+struct Nvfp4Tile {
+  int block, tile_n;
+  __device__ __forceinline__ Nvfp4Tile(const Nvfp4Params& p, int index) {
+    const int tiles = tiles_of<Math>(p.groups);
+    const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
+    const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band);
+    tile_n = inside / width, block = band * kNvfp4Band + inside - tile_n * width;
+  }
+};
+
 template <class Math>
 struct Nvfp4Place {
   static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
   static constexpr int kInput = Math::kMakes ? 0 : Math::kX;                  // of a stage
   const Nvfp4Params& p;
-  const DecodeRows& rows;
   uint8_t* smem;
-  int rank, tile_n, first, length;  // first, length: of its quads
-  uint32_t base, full, empty;       // barriers of stages that are there, were read
+  int rank, first, length;     // first, length: of its quads
+  uint32_t base, full, empty;  // barriers of stages that are there, were read
   uint64_t* bars;
 
-  __device__ __forceinline__ Nvfp4Place(const Nvfp4Params& p, const DecodeRows& rows, int tile_n,
-                                        uint8_t* smem)
-      : p(p), rows(rows), smem(smem), rank(static_cast<int>(tile::cluster_rank())), tile_n(tile_n) {
+  __device__ __forceinline__ Nvfp4Place(const Nvfp4Params& p, uint8_t* smem)
+      : p(p), smem(smem), rank(static_cast<int>(tile::cluster_rank())) {
     const Range quads(p.parts, rank);
     first = quads.first, length = quads.last - first;
     bars = reinterpret_cast<uint64_t*>(smem);
     base = tile::smem_addr(smem) + 1024, full = base - 1024, empty = full + 8 * kNvfp4MostStages;
+  }
+  __device__ __forceinline__ int stages() const {
+    return Math::kStages == 0 ? p.stages : Math::kStages;
   }
   __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kNvfp4MostStages; }
   __device__ __forceinline__ int mine() const {
@@ -120,14 +135,18 @@ struct Nvfp4Place {
   // Bytes of the scales of 64 rows, which may be fewer than there is room for.
   __device__ __forceinline__ int scales() const { return p.mx ? 4 * kMxfp4Scales : kScales; }
   __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
-  __device__ __forceinline__ uint32_t w(int s) const { return base + p.weights_at + s * Math::kW; }
+  __device__ __forceinline__ uint32_t w(int s) const {
+    return base + (Math::kStages == 0 ? p.weights_at : Math::kStages * Math::kX) + s * Math::kW;
+  }
   __device__ __forceinline__ uint32_t w_scales(int s) const {
     return w(s) + Math::kGroups * kCodes;
   }
   __device__ __forceinline__ bool over() const { return p.sums_at == 0; }
-  __device__ __forceinline__ uint8_t* sums() const { return smem + 1024 + p.sums_at; }
+  __device__ __forceinline__ uint8_t* sums() const {
+    return smem + 1024 + (Math::kStages == 0 ? p.sums_at : 0);
+  }
   __device__ __forceinline__ void start() const {
-    for (int i = 0; i < p.stages; ++i) {
+    for (int i = 0; i < stages(); ++i) {
       tile::mbar_init(bars + i, 1);
       tile::mbar_init(bars + kNvfp4MostStages + i, Math::kWarps);
     }
@@ -137,11 +156,11 @@ struct Nvfp4Place {
       tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * Math::kParts * 512);
   }
   // Asks for quad i of the CTA, to stage s, by one thread.
-  __device__ __forceinline__ void ask_weights(int i, int s) const {
+  __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
     const uint32_t bar = full + 8 * s;
     const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
     tile::mbar_arrive_expect(bar, kInput + count * (kCodes + scales()));
-    int64_t from = (int64_t{rows.group} * p.groups + group) * p.quads + first + i;
+    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i;
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
       if (g < count) {
@@ -151,21 +170,22 @@ struct Nvfp4Place {
       from += p.quads;
     }
   }
-  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int i, int s) const {
+  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int row0, int i, int s) const {
     if constexpr (!Math::kMakes) {
       const uint32_t bar = full + 8 * s;
       const int k = (first + i) * kNvfp4Quad;
-      tile::tma_load(x(s), map, bar, k, rows.first);
-      tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, rows.first);
+      tile::tma_load(x(s), map, bar, k, row0);
+      tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, row0);
     }
   }
-  __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
+  __device__ __forceinline__ void ask_all(const CUtensorMap* map, const DecodeRows& rows,
+                                          int tile_n) const {
     ask_stages(
-        p.stages, length, empty, [&](int i, int s) { ask_weights(i, s); },
+        p.stages, length, empty, [&](int i, int s) { ask_weights(rows.group, tile_n, i, s); },
         [&] {
           if (!Math::kMakes && rows.early()) tile::await_predecessors();
         },
-        [&](int i, int s) { ask_x(map, i, s); });
+        [&](int i, int s) { ask_x(map, rows.first, i, s); });
   }
 };
 
@@ -278,20 +298,18 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
-  // Blocks of a band meet a tile one after the other: their x stays in L2.
-  const int index = static_cast<int>(tile::cluster_index()), tiles = tiles_of<Math>(p.groups);
-  const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
-  const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band), tile_n = inside / width;
+  const Nvfp4Tile<Math> own_tile(p, static_cast<int>(tile::cluster_index()));
+  const int tile_n = own_tile.tile_n;
   DecodeRows rows = given;
   if (!rows.early()) tile::await_predecessors();
-  if (!rows.begin(band * kNvfp4Band + inside - tile_n * width)) return;
+  if (!rows.begin(own_tile.block)) return;
   if (rows.group < 0) {
     const int n = tile_n * Math::kGroups * kNvfp4Rows;
     if (tile::cluster_rank() == 0)
       clear<Math::kThreads>(p.out, rows, n, min(p.n, n + Math::kGroups * kNvfp4Rows));
     return;
   }
-  const Nvfp4Place<Math> at(p, rows, tile_n, smem);
+  const Nvfp4Place<Math> at(p, smem);
   if (threadIdx.x == Math::kMath) {
     if constexpr (!Math::kMakes) tile::tma_prefetch(&map);
     at.start();
@@ -301,7 +319,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   tile::let_dependents_start();
 
   if (warp >= Math::kMath / 32) {
-    if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map);
+    if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map, rows, tile_n);
     __syncwarp();
     if (p.cluster > 1) {
       if (at.over()) tile::cluster_arrive();
@@ -366,11 +384,11 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   } else {
     tile::named_barrier(2, Math::kMath);
   }
-  const int64_t matrix0 = int64_t{at.rows.group} * at.p.n;
+  const int64_t matrix0 = int64_t{rows.group} * at.p.n;
   finish_fragments<Math::kWarps, Math::kMath, Math::kParts>(
-      at, at.rank, at.tile_n * Math::kGroups * kNvfp4Rows, at.rows.count,
+      at, at.rank, tile_n * Math::kGroups * kNvfp4Rows, rows.count,
       [&](int col, int n, int count, float (&v)[8]) {
-        write_scaled(at.p, at.rows, matrix0, col, n, count, v);
+        write_scaled(at.p, rows, matrix0, col, n, count, v);
       });
 }
 

@@ -19,7 +19,7 @@ template <int kColumns, bool kIsHalf>
 struct Nvfp4Many {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf, kMakes = false;
-  static constexpr int kCols = kColumns, kGroups = 2;
+  static constexpr int kCols = kColumns, kGroups = 2, kParts = 1;
   static constexpr int kFloats = kCols / 2, kWarps = 4 * kGroups;
   static constexpr int kMath = 32 * kWarps, kThreads = kMath + 128;
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
@@ -35,86 +35,12 @@ struct Nvfp4Many {
   static constexpr int kSmem = 1024 + (kStaged > kSums ? kStaged : kSums);
 };
 
+// By a whole warp, of which all have read stage s.
 template <class Math>
-struct Nvfp4ManyPlace {
-  static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
-  const Nvfp4Params& p;
-  uint8_t* smem;
-  int part, first, length;     // of k; first, length: of its quads
-  uint32_t base, full, empty;  // barriers of stages that are there, were read
-  uint64_t* bars;
-
-  __device__ __forceinline__ Nvfp4ManyPlace(const Nvfp4Params& p, uint8_t* smem)
-      : p(p), smem(smem) {
-    part = static_cast<int>(tile::cluster_rank());
-    const Range quads(p.parts, part);
-    first = quads.first, length = quads.last - first;
-    bars = reinterpret_cast<uint64_t*>(smem);
-    base = tile::smem_addr(smem) + 1024, full = base - 1024, empty = full + 8 * kNvfp4MostStages;
-  }
-  __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kNvfp4MostStages; }
-  __device__ __forceinline__ int mine() const {
-    return (Math::kFragments - part + p.cluster - 1) / p.cluster;
-  }
-  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
-  __device__ __forceinline__ uint32_t w(int s) const {
-    return base + Math::kStages * Math::kX + s * Math::kW;
-  }
-  __device__ __forceinline__ uint32_t w_scales(int s) const {
-    return w(s) + Math::kGroups * kCodes;
-  }
-  __device__ __forceinline__ uint8_t* sums() const { return smem + 1024; }
-  // Bytes of the scales of 64 rows, which may be fewer than there is room for.
-  __device__ __forceinline__ int scales() const { return p.mx ? 4 * kMxfp4Scales : kScales; }
-  __device__ __forceinline__ void start() const {
-    for (int i = 0; i < Math::kStages; ++i) {
-      tile::mbar_init(bars + i, 1);
-      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kWarps);
-    }
-    tile::mbar_init(sums_bar(), 1);
-    tile::mbar_init_fence();
-    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
-  }
-  // Asks for quad i of the CTA, to stage s, by one thread.
-  __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
-    const uint32_t bar = full + 8 * s;
-    const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
-    tile::mbar_arrive_expect(bar, Math::kX + count * (kCodes + scales()));
-    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i;
-#pragma unroll
-    for (int g = 0; g < Math::kGroups; ++g) {
-      if (g < count) {
-        tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, kCodes, bar);
-        tile::bulk_load(w_scales(s) + g * scales(), p.w_scales + from * scales(), scales(), bar);
-      }
-      from += p.quads;
-    }
-  }
-  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int row0, int i, int s) const {
-    const uint32_t bar = full + 8 * s;
-    const int k = (first + i) * kNvfp4Quad;
-    tile::tma_load(x(s), map, bar, k, row0);
-    tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, row0);
-  }
-  // By a whole warp, of which all have read stage s.
-  __device__ __forceinline__ void release(int s) const {
-    // NOTE: with elect_one() ptxas serializes the products behind it (C7513).
-    if (threadIdx.x % 32 == 0) tile::mbar_arrive(bars + kNvfp4MostStages + s);
-  }
-};
-
-// Where tile `index` lies: its block of x, and its tile of weights.
-template <class Math>
-struct Nvfp4ManyTile {
-  int block, tile_n;
-  __device__ __forceinline__ Nvfp4ManyTile(const Nvfp4Params& p, int index) {
-    // Blocks of a band meet a tile one after the other: their x stays in L2.
-    const int tiles = tiles_of<Math>(p.groups);
-    const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
-    const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band);
-    tile_n = inside / width, block = band * kNvfp4Band + inside - tile_n * width;
-  }
-};
+__device__ __forceinline__ void release(const Nvfp4Place<Math>& at, int s) {
+  // NOTE: with elect_one() ptxas serializes the products behind it (C7513).
+  if (threadIdx.x % 32 == 0) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
+}
 
 // Scales of a quad of a warp's rows, two for each 16 of k.
 struct TwoScales {
@@ -146,17 +72,17 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
-  const Nvfp4ManyPlace<Math> at(p, smem);
+  const Nvfp4Place<Math> at(p, smem);
   const auto begin = static_cast<int>(tile::cluster_index());
   const auto by = static_cast<int>(tile::cluster_count());
   const int all = tiles_of<Math>(p.groups) * p.blocks;
-  const Nvfp4ManyTile<Math> own_tile(p, begin);
+  const Nvfp4Tile<Math> own_tile(p, begin);
   DecodeRows own = given;
   if (!own.early()) tile::await_predecessors();
   if (!own.begin(own_tile.block)) return;
   if (own.group < 0) {
     const int n = own_tile.tile_n * Math::kGroups * kNvfp4Rows;
-    if (at.part == 0)
+    if (at.rank == 0)
       clear<Math::kThreads>(p.out, own, n, min(p.n, n + Math::kGroups * kNvfp4Rows));
     return;
   }
@@ -177,7 +103,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
       int s = 0, phase = 1, asked = 0;
 #pragma unroll 1
       for (int index = begin; index < all; index += by) {
-        const Nvfp4ManyTile<Math> t(p, index);
+        const Nvfp4Tile<Math> t(p, index);
         const int row0 = index == begin ? own.first : t.block * Math::kCols;
 #pragma unroll 1
         for (int i = 0; i < at.length; ++i) {
@@ -204,7 +130,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
   const int64_t matrix0 = int64_t{own.group} * p.n;
 #pragma unroll 1
   for (int index = begin; index < all; index += by) {
-    const Nvfp4ManyTile<Math> t(p, index);
+    const Nvfp4Tile<Math> t(p, index);
     DecodeRows rows = own;
     if (index != begin) rows.begin(t.block);
     float d[Math::kFloats] = {};
@@ -218,7 +144,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
 #pragma unroll
       for (int two = 0; two < 4; ++two) {  // times 16 of k
         tile::wgmma_wait<1>();
-        if (two == 1 && i > 0) at.release(before);
+        if (two == 1 && i > 0) release(at, before);
 #pragma unroll
         for (int j = 2 * two; j < 2 * two + 2; ++j) {
           if (j % 4 == 0) codes = tile::load_shared16(w + j / 4 * 512);
@@ -239,7 +165,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
     }
     tile::wgmma_wait<0>();
     tile::wgmma_pin(d);
-    at.release(before);
+    release(at, before);
     const int n0 = t.tile_n * Math::kGroups * kNvfp4Rows;
     if (!p.walks) {
       if (p.cluster > 1) {
@@ -247,13 +173,20 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
       } else {
         tile::named_barrier(2, Math::kMath);
       }
-      float4* const to = reinterpret_cast<float4*>(at.sums()) + at.part * 32 + lane;
+      float4* const to = reinterpret_cast<float4*>(at.sums()) + at.rank * 32 + lane;
 #pragma unroll
       for (int j = 0; j < Math::kCols / 8; ++j) {
         const int fragment = j * Math::kWarps + warp, turn = fragment / p.cluster;
-        send_sums(
-            to + turn * p.cluster * 32, d + 4 * j, p.cluster, [&] { return at.sums_bar(); },
-            [&] { return fragment - turn * p.cluster; });
+        const float* const v = d + 4 * j;
+        // NOTE: not send_sums(), whose quotients for one CTA take 1 % of a product here.
+        if (p.cluster == 1) {
+          to[fragment * 32] = {v[0], v[1], v[2], v[3]};
+        } else {
+          tile::send(to + turn * p.cluster * 32,
+                     uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                           __float_as_uint(v[3])},
+                     at.sums_bar(), fragment - turn * p.cluster);
+        }
       }
       if (p.cluster > 1) {
         tile::mbar_wait_sent(at.sums_bar(), 0);
@@ -261,7 +194,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
         tile::named_barrier(2, Math::kMath);
       }
       finish_fragments<Math::kWarps, Math::kMath, 1>(
-          at, at.part, n0, rows.count, [&](int col, int n, int count, float (&v)[8]) {
+          at, at.rank, n0, rows.count, [&](int col, int n, int count, float (&v)[8]) {
             write_scaled(at.p, rows, matrix0, col, n, count, v);
           });
       return;
