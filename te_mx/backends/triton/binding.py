@@ -121,6 +121,18 @@ def casts(element: Element, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def takes_ptx(device: torch.device) -> int:
+    """The major of a GPU of NVIDIA, whose instructions kernels may have in them; 0 for others."""
+    if is_interpreted() or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def lanes() -> int:
+    """Threads of a warp."""
+    return 32 if torch.version.hip is None else 64
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

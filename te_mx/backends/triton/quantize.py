@@ -19,15 +19,22 @@ from te_mx.dispatch.registry import register
 from te_mx.formats import Format
 from te_mx.formats.element import BIAS, IMPLICIT_BIT, MANTISSA
 from te_mx.formats.fp8_blockwise import LARGEST_FACTOR, bits_of
+from te_mx.formats.mxfp8 import E4M3
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
 _TILE = 64, 128  # rows and columns a program reads, of the way back
-_AMAX_TILE = 32, 256  # and of the largest magnitude
+AMAX_TILE = 32, 256  # and of the largest magnitude
+TILES = {8: (32, 128), 6: (32, 64), 4: (32, 64)}  # and of quantizers by the bits of a code
 _NOT_AMAX = {"RULE", "FOUR", "SQUARE", "BOUND", "HEIGHT", "RANDOM", "seed", "first_of_all", "out"}
-# Rows, columns, warps and columns of a thread of NVFP4's and MXFP4's turned copies.
-_TURNED = (32, 64, 1, 2), (64, 128, 2, 2)
+# Rows and columns of a program of 8 x 8 units, by family and whether columns lie turned, and the
+# registers of a thread, which let NVIDIA's GPUs run another program beside it.
+UNITS = {
+    ("mx", True): (128, 64), ("mx", False): (32, 128), ("nvfp4", True): (128, 64),
+    ("nvfp4", False): (128, 64), ("blockwise", True): (128, 128), ("blockwise", False): (128, 128),
+}  # fmt: skip
+_REGISTERS = 128
 _VALUES = "mxfp8_e4m3", "rceil"  # of whose kernel steps are that make values alone
 
 
@@ -147,8 +154,9 @@ def launch(
         fmt, rule = formats.get(_VALUES[0]), _VALUES[1]
     words = step | of_rule(fmt, rule) | {"rows": rows, "cols": cols, "enable_fp_fusion": False}
     words["TO"] = binding.dtype_of(dtype)
-    height, width, warps = 32, 128 if fmt.element.bits == 8 else 64, 2
+    (height, width), warps = TILES[fmt.element.bits], 2
     family = {"e8m0": "mx", "e4m3": "nvfp4", "fp32": "blockwise"}[fmt.scaling.scale]
+    turned, casts = what.col.endswith("@rows"), binding.casts(fmt.element, device)
     if family == "blockwise":
         height = 128 if col or words["SQUARE"] or count else 32
         width = 128 if row or words["SQUARE"] else 32
@@ -158,29 +166,53 @@ def launch(
     if family == "nvfp4":
         words |= _largest(words, row, col)
     else:
-        words["HARDWARE"] = binding.casts(fmt.element, device) and not words.get("RANDOM")
+        words["HARDWARE"] = casts and not words.get("RANDOM")
     for side, one in (("row", row), ("col", col)):
         # What is not written is something that is not touched.
         words[f"{side}_codes"] = x if one is None else one.codes
         words[f"{side}_scales"] = x if one is None else one.scales
+    if row and col and not count and _in_units(fmt, rule, words, turned):
+        _units(fmt, family, words, turned)
+        return row, col
     module = binding.kernels("nvfp4" if family == "nvfp4" else "quantize")
     kernel = getattr(module, f"quantize_{family}")
-    sides = [(row is not None, col is not None, height, width, warps, 0)]
-    turned, plain = what.col.endswith("@rows"), "STEP" not in step and not words.get("RANDOM")
-    if row and col and plain and family == "blockwise" and not (words["SQUARE"] or count):
-        # Tiles of both take more registers than are there for as many threads as read at a time.
-        sides = [(True, False, 32, 128, 4, 0), (False, True, 128, 64, 4, 0)]
-    elif row and turned and plain and fmt.element.bits == 4:
-        # Eight codes of a word lie in one thread: each direction has tiles of its own for that.
-        mx = family == "mx"
-        sides = [(True, False, 32, 128 if mx else 64, 2, 0), (False, True, *_TURNED[mx])]
-    for by_row, by_col, down, across, warps, vector in sides:
-        more = {"VECTOR": vector} if vector else {}
-        kernel[cdiv(cols, across), scale_rows(rows, count, down) if count else cdiv(rows, down)](
-            **words, **more, ROW=by_row, COL=by_col, TURNED=turned, R=down, C=across,
-            num_warps=warps,
-        )  # fmt: skip
+    kernel[cdiv(cols, width), scale_rows(rows, count, height) if count else cdiv(rows, height)](
+        **words, ROW=row is not None, COL=col is not None, TURNED=turned, R=height, C=width,
+        num_warps=warps,
+    )  # fmt: skip
     return row, col
+
+
+def _units(fmt: Format, family: str, words: dict[str, Any], turned: bool) -> None:
+    kernel, (height, width) = binding.kernels("units").quantize_units, UNITS[family, turned]
+    x, rows, cols = words["x"], words["rows"], words["cols"]
+    ptx, element = binding.takes_ptx(x.device), fmt.element
+    even = not (rows % height or cols % width)
+    # By words; those of 4 bits, which have more to hold, are faster a number at a time.
+    packed = even and x.dtype == torch.bfloat16 and element.bits == 8 and ptx >= 9
+    packed = packed and not (x.data_ptr() % 4 or words["stride"] % 2)
+    words = {name: word for name, word in words.items() if name in kernel.arg_names} | {
+        "FAMILY": family, "BITS": element.bits, "ASM": bool(ptx), "EVEN": even, "PACKED": packed,
+        "CASTS": binding.casts(E4M3 if family == "nvfp4" else element, x.device),
+        "TURNED": turned, "R": height, "C": width, "enable_fp_fusion": False,
+        "num_warps": height * width // (64 * binding.lanes()),
+    }  # fmt: skip
+    if ptx:
+        words["maxnreg"] = _REGISTERS
+    kernel[cdiv(cols, width), cdiv(rows, height)](**words)
+
+
+def _in_units(fmt: Format, rule: str, words: dict[str, Any], turned: bool) -> bool:
+    """Whether both directions of a matrix are quantized 8 x 8 numbers a thread."""
+    if not {"STEP", "seed", "ROW_SIZE", "COL_SIZE"}.isdisjoint(words) or fmt.element.bits == 6:
+        return False
+    if fmt.element.bits == 4 and (words["rows"] % 8 or words["cols"] % 8 or not turned):
+        return False
+    if fmt.tensor_scaled:
+        # Of fp32 on an H200 Triton 3.6 stored other scales than it computed.
+        exact = words["x"].dtype == torch.bfloat16 or binding.is_interpreted()
+        return rule == "te" and fmt.name == "nvfp4" and exact
+    return fmt.scaling.block[0] == 1
 
 
 def _largest(words: dict[str, Any], row: Operand | None, col: Operand | None) -> dict[str, Any]:
@@ -191,7 +223,7 @@ def _largest(words: dict[str, Any], row: Operand | None, col: Operand | None) ->
     count = words.get("groups", 0)
     sizes = [words[name] if by_rows else count or 1 for name in ("rows", "cols")]
     found = [torch.zeros(size, dtype=torch.int32, device=x.device) for size in sizes]
-    height, width = _AMAX_TILE
+    height, width = AMAX_TILE
     asked = {name: word for name, word in words.items() if name not in _NOT_AMAX}
     down = scale_rows(words["rows"], count, height) if count else cdiv(words["rows"], height)
     binding.kernels("nvfp4").amax[cdiv(words["cols"], width), down](

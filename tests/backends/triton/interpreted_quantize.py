@@ -16,6 +16,8 @@ import torch
 sys.path.append(str(Path(sys.prefix, "aside_triton")))
 
 import te_mx
+from te_mx import formats
+from te_mx.backends.triton import quantize as quantizers
 from te_mx.conformance import inputs
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import ActGroups, Groups, Quantize, QuantizeGroups
@@ -103,6 +105,55 @@ def test_bytes() -> None:
         for i, rule in enumerate(get(fmt).scaling.rules):
             col, out = ways(fmt, i)
             same(Quantize(one, f"{fmt}@rows", col, rule), out)
+
+
+def test_units() -> None:
+    """Both directions by units of 8 x 8 numbers, in whole tiles and others; an operand that does
+    not start where words do."""
+    ways = [("mxfp4", rule) for rule in ("rceil", "floor", "even")] + [("nvfp4", "te")]
+    ways += [("mxfp8_e4m3", "rceil"), ("fp8_e4m3_1x128", "pow2"), ("fp8_e4m3_1x128", "fp32:1e-12")]
+    for i, (fmt, rule) in enumerate((*ways, ways[3])):
+        given = sample(tuple(inputs.DTYPES)[i % 2])
+        x = torch.cat([given, given.flip(0), given])[:256, :72].repeat(1, 2)[:, :136]
+        for one in (x[:, :128], x[:136, 8:], x[8:, 8:][:80, 1:97]):
+            same(Quantize(one, f"{fmt}@rows", f"{fmt}@rows", rule))
+
+
+def test_many() -> None:
+    """10^7 values of every format and rule, in their directions, beside plain torch where the
+    kernels run; in the interpreter by larger tiles, of which the numbers do not know: an hour of
+    a core."""
+    if DEVICE == "cpu":
+        quantizers.TILES.update(dict.fromkeys(quantizers.TILES, (1024, 1024)))
+        quantizers.AMAX_TILE = 1024, 1024
+        for family, turned in quantizers.UNITS:
+            if family != "blockwise":
+                quantizers.UNITS[family, turned] = 1024, 1024
+    torch.manual_seed(0)
+    shape = 2048, 4992
+    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, (shape[0], 1)).float())
+    x[::10] = torch.randint(0, 2**15, shape, dtype=torch.int16).view(torch.bfloat16).float()[::10]
+    x[5, 7], x[9, 3], x[11] = torch.inf, torch.nan, 0.0
+    x = x.to(DEVICE)
+    names = [name for name in formats.names() if not name.endswith("_128x1")]
+    names += ["nvfp4", "nvfp4_16x16", "nvfp4_rows"]
+    asked = [(name, rule) for name in names for rule in get(name).scaling.rules]
+    asked += [(name, "rceil+sr") for name in names if name.startswith("mx")] + [("nvfp4", "te+sr")]
+    for i, (name, rule) in enumerate(asked):
+        if skipped():
+            continue
+        random = rule.endswith("+sr")
+        col = f"{name}+rht16:0x1234abcd@rows" if random and "4" in name[-2:] else f"{name}@rows"
+        what = Quantize(
+            x.to((torch.bfloat16, torch.float32)[i % 2]), f"{name}@rows",
+            "" if name == "nvfp4_rows" else col, rule, seed=SEED.to(DEVICE) if random else None,
+        )  # fmt: skip
+        both = triton_of("quantize").run(what), reference("quantize").run(what)
+        for mine, other in zip(*map(parts_of, both), strict=True):
+            assert (mine is None) == (other is None)
+            if mine is not None:
+                assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7)), what[1:4]
+        print(f"{x.numel():,} values of {' '.join(what[1:4])}: the same bytes", flush=True)
 
 
 def test_nvfp4() -> None:

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from te_mx import formats
 from te_mx.backends.triton import quantize as quantizers
 from te_mx.backends.triton import tiles
-from te_mx.backends.triton.kernels import gemm, grouped, nvfp4, quantize, steps
+from te_mx.backends.triton.kernels import gemm, grouped, nvfp4, quantize, steps, units
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
@@ -185,28 +185,39 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
     if bits == 4:
         pointers["seed"] = "*i64"
         words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
-    if fmt == "mxfp4":
-        plain = words | {"RANDOM": False, "ROW_SIZE": 0, "COL_SIZE": 0, "C": 128}
-        turned = {"R": 64, "VECTOR": 2, "num_warps": 2}
-        ways = {"ROW": True, "COL": False}, {"ROW": False, "COL": True} | turned
-        kernel = quantize.quantize_mx
-        return [
-            _made(f"quantize {fmt}", target, kernel, one, pointers, kind)
-            for one in (words, *(plain | way for way in ways))
-        ]
+    made = [units_of(fmt, rule, target)] if bits != 6 and one.scaling.block[0] == 1 else []
     if scale != "e4m3":
         family = quantize.quantize_blockwise if scale == "fp32" else quantize.quantize_mx
-        return [_made(f"quantize {fmt}", target, family, words, pointers, kind)]
+        return [*made, _made(f"quantize {fmt}", target, family, words, pointers, kind)]
     words["TO"] = nvfp4.tl.bfloat16
     pointers |= {"row_amax": "*i32", "col_amax": "*i32", "row_whole": "*fp32", "col_whole": "*fp32"}
-    plain = words | {"ROW": False, "RANDOM": False, "COL_SIZE": 0, "VECTOR": 2, "num_warps": 1}
     if one.scaling.block[0] == 1:
         words |= {"TURNED": False, "GROUPS": 8}
         pointers |= dict.fromkeys(("starts", "ends"), "*i64")
-    return [
-        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), one, pointers, kind)
-        for kernel, one in (("quantize_nvfp4", words), ("quantize_nvfp4", plain), ("amax", words))
+    return made + [
+        _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), words, pointers, kind)
+        for kernel in ("quantize_nvfp4", "amax")
     ]
+
+
+def units_of(fmt: str, rule: str, target: str) -> Made:
+    """The quantizer of both directions from one read."""
+    one, kind, kernel = formats.get(fmt), TARGETS[target], units.quantize_units
+    family = {"e8m0": "mx", "fp32": "blockwise", "e4m3": "nvfp4"}[one.scaling.scale]
+    words = {k: v for k, v in quantizers.of_rule(one, rule).items() if k in kernel.arg_names}
+    height, width = quantizers.UNITS[family, True]
+    cuda = kind.backend == "cuda"
+    casts, packed = cuda and kind.arch >= 89, cuda and kind.arch >= 90
+    words |= {"FAMILY": family, "BITS": one.element.bits, "R": height, "C": width, "EVEN": packed}
+    words |= {"ASM": cuda, "CASTS": casts, "PACKED": packed and one.element.bits == 8}
+    words |= {"TURNED": True, "num_warps": height * width // 64 // kind.warp_size}
+    pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8"}
+    pointers |= dict.fromkeys(
+        ("row_scales", "col_scales"), "*fp32" if family == "blockwise" else "*u8"
+    )
+    if family == "nvfp4":
+        pointers |= {"row_amax": "*i32", "row_whole": "*fp32", "col_whole": "*fp32"}
+    return _made(f"both {fmt}", target, kernel, words, pointers, kind)
 
 
 def _made(

@@ -63,7 +63,7 @@ def encode(
 def scale_byte(amax, EMAX: tl.constexpr, UP_FROM: tl.constexpr, LEAST: tl.constexpr):
     """formats.scaling.scale_bytes: of the bits of the largest magnitude. LEAST: up to which q is
     2^-127 under rceil; -1 for other rules."""
-    byte = tl.maximum((amax >> 23) - EMAX + ((amax & MANTISSA) >= UP_FROM).to(tl.int32), 0)
+    byte = tl.maximum(((amax + (0x800000 - UP_FROM)) >> 23) - EMAX, 0)
     byte = tl.where(amax <= LEAST, 0, byte)
     return tl.where(amax >= INF, 255, byte)
 
@@ -99,6 +99,51 @@ def words_e2m1(value, A: tl.constexpr, B: tl.constexpr, CLAMPED: tl.constexpr):
     magnitude = tl.minimum(tl.abs(value), 6.0) if CLAMPED else tl.abs(value)
     signs = (as_bits(value) >> (28 - at)) & (8 << at)
     return (tl.sum(_e2m1(magnitude) * (1 << at), 1) - 0x72800000) ^ tl.xor_sum(signs, 1)
+
+
+_K = -sum(0x4B000000 << 4 * _i for _i in range(8)) & 0xFFFFFFFF
+# Magnitudes v to codes: the least of rounding 2v, v + 2 and 7 - sat(3 - v/2) beside 2^23, where a
+# step is the last bit; no v is too large. Then the signs, by their bytes.
+_WORD = tl.constexpr(
+    "{ .reg .f32 v, w; .reg .b32 x, y, c<8>, p, q, s, t;"
+    + "".join(
+        f"abs.f32 v, ${i + 1}; mul.rn.f32 v, v, $9; fma.rn.f32 w, v, 2.0, 8388608.0; mov.b32 x, w;"
+        " add.rn.f32 w, v, 8388610.0; mov.b32 y, w; min.s32 x, x, y;"
+        " fma.rn.sat.f32 w, v, -0.5, 3.0; sub.rn.f32 w, 8388615.0, w; mov.b32 y, w;"
+        f" min.s32 c{i}, x, y;"
+        for i in range(8)
+    )
+    + f" add.u32 t, c0, {_K};"
+    + "".join(f" mad.lo.u32 t, c{i}, {16**i}, t;" for i in range(1, 8))
+    + " prmt.b32 p, $1, $3, 0x73; prmt.b32 q, $5, $7, 0x73; prmt.b32 s, p, q, 0x5410;"
+    " shr.u32 s, s, 4; and.b32 s, s, 0x08080808; or.b32 t, t, s;"
+    " prmt.b32 p, $2, $4, 0x73; prmt.b32 q, $6, $8, 0x73; prmt.b32 s, p, q, 0x5410;"
+    " and.b32 s, s, 0x80808080; or.b32 $0, t, s; }"
+)
+
+
+@triton.jit
+def word_e2m1(values, factor, ASM: tl.constexpr):
+    """int32 of the codes of eight tensors times positive factors, the first in the low bits; ASM:
+    as NVIDIA's GPUs have it, a third of the instructions."""
+    if ASM:
+        v = values
+        given = (v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], factor)
+        return tl.inline_asm_elementwise(
+            _WORD, "=r,r,r,r,r,r,r,r,r,r", given, tl.int32, True, 1
+        )
+    else:
+        word = encode_e2m1(values[0] * factor)
+        for i in tl.static_range(1, 8):
+            word |= encode_e2m1(values[i] * factor) << (4 * i)
+        return word
+
+
+@triton.jit
+def cast(value, MANTISSA_BITS: tl.constexpr):
+    """Codes of fp32 numbers as the GPU rounds them to FP8, saturating."""
+    kind: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
+    return value.to(kind).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

@@ -255,7 +255,7 @@ def quantize_nvfp4(
     ROW_SIGNS: tl.constexpr = 0, COL_SIZE: tl.constexpr = 0, COL_SIGNS: tl.constexpr = 0, out=None,
     grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
-    ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, VECTOR: tl.constexpr = 0,
+    ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0,
     starts=None, ends=None, groups=0, GROUPS: tl.constexpr = 0,
 ):
     """Codes, E4M3 scales and tensor scales of x [rows, cols] along its rows, its columns, or both,
@@ -273,7 +273,7 @@ def quantize_nvfp4(
         row_whole += which
         col_whole += which
     r = first_row + tl.arange(0, R)
-    c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
+    c = first_col + tl.arange(0, C)
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
         ALPHA, OFFSET, TO,

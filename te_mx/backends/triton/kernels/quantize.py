@@ -8,6 +8,7 @@ from te_mx.backends.triton.kernels.encode import (
     MAGNITUDE,
     as_bits,
     as_float,
+    cast,
     e4m3_value,
     encode,
     encode_e2m1,
@@ -22,13 +23,6 @@ from te_mx.backends.triton.kernels.steps import tile
 
 
 @triton.jit
-def _cast(value, MANTISSA_BITS: tl.constexpr):
-    """Codes of fp32 numbers as the GPU rounds them to FP8, saturating."""
-    kind: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
-    return value.to(kind).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
 def _codes(
     bits, scales, random, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr,
     MIN_BITS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, RANDOM: tl.constexpr,
@@ -37,7 +31,7 @@ def _codes(
     if HARDWARE:
         # x * 2^(127 - byte) is exact wherever a code is not 0 for it; the cast saturates.
         factor = as_float(tl.where(scales == 255, 0x7FC00000, as_bits(power_of_two(127 - scales))))
-        return _cast(as_float(bits) * factor, MANTISSA_BITS)
+        return cast(as_float(bits) * factor, MANTISSA_BITS)
     if RANDOM:
         codes = encode_random(
             bits, 127 - scales, random, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS
@@ -107,22 +101,20 @@ def quantize_mx(
     out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
     ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, TO: tl.constexpr = None,
-    VECTOR: tl.constexpr = 0,
 ):
     """MX formats: codes and E8M0 bytes of x [rows, cols] along its rows, its columns, or both.
 
     TURNED: columns are stored [cols, rows], else as x lies, one code a byte. GROUPS: rows belong to
     so many groups or fewer, from whose starts transforms count, and a program has one block of one.
     RANDOM: rounds stochastically; rows are counted from first_of_all on. SIZE, SIGNS: of Hadamard
-    transforms. VECTOR: columns that a thread reads at once, where it shall hold all rows of a
-    block.
+    transforms.
     """
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     start = 0
     if GROUPS:
         group, first_row, start, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r = first_row + tl.arange(0, R)
-    c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
+    c = first_col + tl.arange(0, C)
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
         ALPHA, OFFSET, TO,
@@ -210,7 +202,7 @@ def _blockwise(
     factor = as_float(tl.where(amax == 0, 0x3F800000, as_bits(factor)))
     product = as_float(bits) * factor
     if HARDWARE:
-        codes = _cast(product, MANTISSA_BITS)
+        codes = cast(product, MANTISSA_BITS)
     else:
         codes = encode(
             as_bits(product), 0, BITS, MANTISSA_BITS, MAX_BITS, MIN_BITS, ZERO_SIGN
@@ -231,14 +223,13 @@ def quantize_blockwise(
     out=None, grad=None, mean=None, rstd=None, weight=None, bias=None, STEP: tl.constexpr = "",
     ACT: tl.constexpr = "", GATED: tl.constexpr = False, LIMIT: tl.constexpr = 0.0,
     ALPHA: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, TO: tl.constexpr = None,
-    VECTOR: tl.constexpr = 0,
 ):
     """Blockwise FP8: codes and fp32 scales, blocks of 1 x 128, or of 128 x 128 (R = C = 128)."""
     first_row, first_col, slot = tl.program_id(1) * R, tl.program_id(0) * C, tl.program_id(1)
     if GROUPS:
         group, first_row, _, rows = place_of(slot, starts, ends, groups, R, GROUPS)
     r = first_row + tl.arange(0, R)
-    c = first_col + (tl.max_contiguous(tl.arange(0, C), VECTOR) if VECTOR else tl.arange(0, C))
+    c = first_col + tl.arange(0, C)
     bits = tile(
         x, r, c, rows, cols, stride, out, grad, mean, rstd, weight, bias, STEP, ACT, GATED, LIMIT,
         ALPHA, OFFSET, TO,
