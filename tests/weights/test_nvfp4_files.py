@@ -256,7 +256,9 @@ def test_codes_that_mean_something_else(tmp_path):
     """Zero points of zeros say nothing; columns in another order are refused."""
     zeros = torch.zeros(96, 4).to(torch.float8_e4m3fn)
     files, values = write(
-        tmp_path, "compressed-tensors", change=lambda f: f.update({f"{UP}.weight_zero_point": zeros})
+        tmp_path,
+        "compressed-tensors",
+        change=lambda f: f.update({f"{UP}.weight_zero_point": zeros}),
     )
     up = AUTO.from_pretrained(tmp_path).model.layers[0].mlp.up_proj
     assert torch.equal(up._source.values(up, "weight"), values[UP].to(up._source.dtypes["weight"]))
