@@ -96,51 +96,19 @@ class Specs(NamedTuple):
     w_col: str
 
 
-# What runs differ in: an argument a line, with the fields that it fills. Codes and scales of an
-# operand lie behind the address of a buffer.
-_FORWARD = """y
-x_data
-x_row_stride
-x_col_stride
-x_row_codes
-x_row_scales
-x_col_codes x_col_scales
-x_given
-w_data
-w_row_stride
-w_col_stride
-w_row_codes
-w_row_scales
-w_given
-w_col_codes w_col_scales
-bias
-bias_dtype"""
-_BACKWARD = """g_data
-g_row_stride
-g_col_stride
-g_dtype
-w_data
-w_row_stride
-w_col_stride
-w_dtype
-w_col_codes
-w_col_scales
-dx
-dx_dtype
-dx_accumulate
-x_col_codes
-x_col_scales
-dw
-dw_dtype
-dw_accumulate
-g_col_codes g_col_scales
-db"""
-_WGRAD = """g_col_codes g_col_scales
-x_col_codes
-x_col_scales
-dw
-dw_dtype
-dw_accumulate"""
+# What runs differ in: arguments, with the fields that each fills. Codes and scales of an operand
+# lie behind the address of a buffer.
+_FORWARD = (
+    "y, x_data, x_row_stride, x_col_stride, x_row_codes, x_row_scales, x_col_codes x_col_scales, "
+    "x_given, w_data, w_row_stride, w_col_stride, w_row_codes, w_row_scales, w_given, "
+    "w_col_codes w_col_scales, bias, bias_dtype"
+)
+_WGRAD = "x_col_codes, x_col_scales, dw, dw_dtype, dw_accumulate"
+_BACKWARD = (
+    "g_data, g_row_stride, g_col_stride, g_dtype, w_data, w_row_stride, w_col_stride, w_dtype, "
+    f"w_col_codes, w_col_scales, dx, dx_dtype, dx_accumulate, {_WGRAD}, "
+    "g_col_codes g_col_scales, db"
+)
 _NOTHING = None, 0
 _NO_WEIGHT = None, 0, 0, 0, None, None
 _NO_GRADIENT = None, 0, False
@@ -152,7 +120,7 @@ class Calls(LinearPlan):
     any_strides = False  # whether the native code takes matrices of which no stride is 1
     pitch = 1  # bytes: rows of codes in a buffer begin at multiples of it
     names: Sequence[str]  # what te_mx.audit calls the kernels
-    start: str  # the fields of `started`, a line each
+    start: str  # the fields of `started`
     pooled = False  # whether workspaces are given back
 
     def __init__(
@@ -180,7 +148,8 @@ class Calls(LinearPlan):
         self.forward_call = self._prepared("linear_forward", plan, _FORWARD)
         plan = plan.copy(workspace_bytes=room.backward_temp)
         self.backward_call = self._prepared("linear_backward", plan, _BACKWARD)
-        self.wgrad_call = self._prepared("linear_wgrad", plan, _WGRAD)
+        of_wgrad = f"g_col_codes g_col_scales, {_WGRAD}"
+        self.wgrad_call = self._prepared("linear_wgrad", plan, of_wgrad)
         self.ids = x_dtype, w_dtype, y_dtype  # as native code takes them
         # The rowwise operand of x behind the workspace, as if it were a buffer of its own.
         self.row_at = -(-room.temp // _APART) * _APART
@@ -188,11 +157,11 @@ class Calls(LinearPlan):
 
     def _prepared(self, call: str, plan: Any, arguments: str) -> Callable[..., int]:
         """A call with these arguments behind those of `started`."""
-        lines = [*self.start.splitlines(), *arguments.splitlines()]
+        each = f"{self.start}, {arguments}".split(", ")
         fields = [
-            (name, i, self._offset(name)) for i, line in enumerate(lines) for name in line.split()
+            (name, i, self._offset(name)) for i, names in enumerate(each) for name in names.split()
         ]
-        run: Callable[..., int] = self.native.prepared(call, plan, fields, len(lines)).run
+        run: Callable[..., int] = self.native.prepared(call, plan, fields, len(each)).run
         return run
 
     def _offset(self, name: str) -> int:

@@ -82,7 +82,7 @@ class SmallInfer(InferKernel, Small):
 
 
 class CpuCalls(Calls):
-    any_strides, pooled, start = True, True, "workspace\nthreads"
+    any_strides, pooled, start = True, True, "workspace, threads"
     names = binding.KERNELS
     supported = staticmethod(binding.supported)
 

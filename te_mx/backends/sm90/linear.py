@@ -72,7 +72,7 @@ def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
 
 
 class Sm90Calls(Calls):
-    pitch, start = ALIGNMENT, "workspace\nstream\ndevice"
+    pitch, start = ALIGNMENT, "workspace, stream, device"
     supported = staticmethod(sm90.supported)
 
     def __init__(self, kernel: str, *how: Any) -> None:
