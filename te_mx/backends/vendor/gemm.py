@@ -23,7 +23,8 @@ from te_mx.layouts.operand import Operand, Stack
 # takes E4M3 alone, in blocks of any kind.
 _GPUS = dict.fromkeys(("mxfp8_e4m3", "nvfp4"), (10, 13))
 _GPUS |= {name: (9, 10) for name in BLOCKWISE if name.startswith("fp8_e4m3_")}
-AMD, _AMD = "gfx950", ("mxfp8_e4m3", "mxfp4")
+# On AMD, by format, the ROCm from which torch takes only scales that hipBLASLt shuffled.
+AMD, _AMD = "gfx950", {"mxfp8_e4m3": (7, 14), "mxfp4": (7, 13)}
 _GROUPED = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 _MULTIPLE, _TILE = 16, 128
 
@@ -101,6 +102,9 @@ class ScaledMM(Kernel):
     def _accepts_amd(self, problem: Problem, names: tuple[str, str]) -> str | None:
         if names[0] != names[1] or names[0] not in _AMD:
             return f"multiplies {' and '.join(_AMD)} by themselves, not {' and '.join(names)}"
+        since = _AMD[names[0]]
+        if tuple(map(int, str(torch.version.hip).split(".")[:2])) >= since:
+            return f"torch takes {names[0]} with shuffled scales from ROCm {since[0]}.{since[1]} on"
         least = 32 if names[0] == "mxfp8_e4m3" else 64
         if problem.m % 32 or problem.n % 32 or problem.k % least:
             return f"takes m and n that divide by 32, and k by {least}"

@@ -335,10 +335,13 @@ def problem(lhs="mxfp8_e4m3@rows", rhs="mxfp8_e4m3@rows", m=64, n=64, k=128):
         (10, problem("fp8_e4m3_1x128@rows", "fp8_e4m3_128x128@rows"), "GPUs of other kinds"),
         (None, problem(), "has no scaled_mm"),
         (10, problem(rhs="mxfp8_e5m2@rows"), "by themselves"),
-        (gemm.AMD, problem("mxfp4@rows", "mxfp4@rows"), None),
-        (gemm.AMD, problem("mxfp4@rows", "mxfp4@rows", k=96), "k by 64"),
-        (gemm.AMD, problem(rhs="mxfp4@rows"), "by themselves"),
-        (gemm.AMD, problem()._replace(dtype=torch.float32), "writes bfloat16"),
+        ("7.12.1", problem("mxfp4@rows", "mxfp4@rows"), None),
+        ("7.13.0", problem(), None),
+        ("7.13.0", problem("mxfp4@rows", "mxfp4@rows"), "shuffled scales from ROCm 7.13 on"),
+        ("8.0.0", problem(), "shuffled scales from ROCm 7.14 on"),
+        ("7.0.1", problem("mxfp4@rows", "mxfp4@rows", k=96), "k by 64"),
+        ("7.0.1", problem(rhs="mxfp4@rows"), "by themselves"),
+        ("7.0.1", problem()._replace(dtype=torch.float32), "writes bfloat16"),
         (10, problem(rhs="mxfp8_e4m3@cols"), "lie by rows"),
         (10, problem(n=72), "divide by 16"),
         (10, problem("mxfp4@rows", "mxfp8_e4m3@rows"), "by themselves"),
@@ -347,6 +350,9 @@ def problem(lhs="mxfp8_e4m3@rows", rhs="mxfp8_e4m3@rows", m=64, n=64, k=128):
     ],
 )  # fmt: skip
 def test_what_is_taken(monkeypatch, major, asked, why):
+    if isinstance(major, str):  # a ROCm
+        monkeypatch.setattr(torch.version, "hip", major)
+        major = gemm.AMD
     monkeypatch.setattr(gemm, "capability", lambda index: major)
     found = KERNEL.accepts(asked)
     assert found is None if why is None else why in found
