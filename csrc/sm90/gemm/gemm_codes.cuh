@@ -19,7 +19,6 @@ inline constexpr int kUnpackWarps = 4;                    // of one operand
 inline constexpr int kRawRowBytes = 64;                   // 128 codes, under the 64-byte swizzle
 inline constexpr int kRawTileBytes = 128 * kRawRowBytes;  // of one step
 inline constexpr int kSeenBytes = 2 * 4 * kUnpackWarps;   // of two steps: see TileOfRows
-inline constexpr int kRawWordBytes = 128 * 4 + 16;  // scales of 128 rows, TileOfScales::word()
 
 // What becomes of codes for every Fp4Table(u), and of those of a block of NaN: codes of NaN of both
 // signs. In shared memory, where 16 tables lie in 32 banks: making one takes more instructions.

@@ -171,13 +171,6 @@ void tensor_store(const void* map_at_, uint32_t from, int inner, int outer, bool
   }});
 }
 
-void bulk_store(void* to, uint32_t from, uint32_t bytes) {
-  const uint8_t* const source = place(from, bytes, 16);
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
-    fail("a bulk copy of other than whole, aligned 16 bytes");
-  self().stores.open.push_back({[=] { std::memcpy(to, source, bytes); }});
-}
-
 void store_commit() { self().stores.commit(); }
 void store_wait(size_t pending) { self().stores.wait(pending); }
 

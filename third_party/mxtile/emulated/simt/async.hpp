@@ -30,7 +30,6 @@ struct TensorMap {
 void tensor_load(uint32_t to, const void* map, uint32_t bar, int inner, int outer, uint32_t mask);
 // Stores and sums from shared memory, of bulk groups.
 void tensor_store(const void* map, uint32_t from, int inner, int outer, bool add);
-void bulk_store(void* to, uint32_t from, uint32_t bytes);
 void store_commit();
 void store_wait(size_t pending);
 
