@@ -381,6 +381,8 @@ void bind_nvfp4(py::module_& m) {
       .field("square", &Nvfp4QuantizeArgs::square)
       .field("seed", &Nvfp4QuantizeArgs::seed)
       .field("first", &Nvfp4QuantizeArgs::first)
+      .field("tries", &Nvfp4QuantizeArgs::tries)
+      .field("narrow", &Nvfp4QuantizeArgs::narrow)
       .field("amax", &Nvfp4QuantizeArgs::amax)
       .part("execution", &Nvfp4QuantizeArgs::execution, "")
       .add_to(m, "Nvfp4QuantizeArgs");

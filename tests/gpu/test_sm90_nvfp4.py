@@ -339,16 +339,19 @@ def test_many_rows_of_mxfp4_from_the_one_copy(precision, monkeypatch):
 
 TURNED = "nvfp4+rht16:0xd7e8d7e8"
 BY_ROWS = ("rows", "rows"), ("rows", "cols")
-DIRECTIONS = [  # rows, columns, what is drawn
-    ("nvfp4", TURNED, None),
-    ("nvfp4", TURNED, 5),
-    ("nvfp4_16x16", "nvfp4_16x16", None),
-    ("nvfp4_rows", "nvfp4", 7),
-    ("nvfp4_rows", TURNED, None),
-    ("nvfp4_rows", "nvfp4_rows", None),
-    ("nvfp4+rht16:0x1234abcd", "nvfp4+rht16:0x1234abcd", -9),
-    ("nvfp4_16x16", "", 3),
-    ("", "nvfp4", None),
+DIRECTIONS = [  # rows, columns, what is drawn, by which rule
+    ("nvfp4", TURNED, None, "te"),
+    ("nvfp4", TURNED, 5, "te"),
+    ("nvfp4_16x16", "nvfp4_16x16", None, "te"),
+    ("nvfp4_rows", "nvfp4", 7, "te"),
+    ("nvfp4_rows", TURNED, None, "te"),
+    ("nvfp4_rows", "nvfp4_rows", None, "te"),
+    ("nvfp4+rht16:0x1234abcd", "nvfp4+rht16:0x1234abcd", -9, "te"),
+    ("nvfp4_16x16", "", 3, "te"),
+    ("", "nvfp4", None, "te"),
+    ("nvfp4", TURNED, None, "te_4over6"),
+    ("nvfp4_16x16", "nvfp4_16x16", None, "te_4over6_mse_448"),
+    ("nvfp4_rows", "nvfp4", 7, "te_4over6_448"),
 ]
 
 
@@ -369,12 +372,12 @@ def wide(shape, dtype):
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
 def test_quantized_to_the_bytes_of_the_specification(shape, dtype, directions):
-    row, col, drawn = directions
+    row, col, drawn, rule = directions
     x = wide(shape, dtype)
     bad = x.clone()
     bad[0, 0], bad[-1, -1] = torch.nan, torch.inf
     beside = torch.zeros(shape[0], shape[1] + 3, dtype=dtype, device="cuda")[:, 3:].copy_(x)
-    tiny, rule = torch.full_like(x, 2.0**-24), "te" if drawn is None else "te+sr"
+    tiny, rule = torch.full_like(x, 2.0**-24), rule if drawn is None else f"{rule}+sr"
     seed = None if drawn is None else torch.tensor([drawn], device="cuda")
     for case in (x, torch.zeros_like(x), tiny, bad, beside):
         for layouts in (*BY_ROWS, [layout.name for layout in SM90_VALUES]):

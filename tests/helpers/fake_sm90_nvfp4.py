@@ -20,6 +20,7 @@ class _Record:
     def __init__(self, **fields):
         self.row_codes = self.row_scales = self.col_codes = self.col_scales = self.seed = 0
         self.scale = self.first = 0
+        self.tries, self.narrow = 0, False
         self.row_k_first = self.col_k_first = False
         self.scale_rows = self.square = self.row_transforms = self.col_transforms = False
         self.__dict__.update(fields)
@@ -60,9 +61,12 @@ def nvfp4_quantize(args) -> int:
 
     (rows, cols), stride = (args.x_rows, args.x_cols), args.x_row_stride
     x = at(args.x_data, ((rows - 1) * stride + cols,), _DTYPES[args.x_dtype])
-    x, random, rule = x.as_strided((rows, cols), (stride, 1)), None, "te"
+    x, random = x.as_strided((rows, cols), (stride, 1)), None
+    rule = "te" + ("", "_4over6", "_4over6_mse")[args.tries]
+    rule += "_448" if args.tries and not args.narrow else ""
     if args.seed:
-        rule, random = "te+sr", random_bits(at(args.seed, (1,), torch.int64), *x.shape, args.first)
+        seed = at(args.seed, (1,), torch.int64)
+        rule, random = f"{rule}+sr", random_bits(seed, *x.shape, args.first)
 
     def turned(one: Tensor | None) -> Tensor | None:
         return None if one is None else one.t().contiguous()

@@ -106,7 +106,10 @@ struct Nvfp4Side {
   int64_t signs = 0;
 };
 
-// x [rows, cols] to plain NVFP4 by the rule of Transformer Engine: rows, and columns as rows of
+// Whether two scales are tried for every block, and by what the better one misses less.
+enum class Nvfp4Tries : int32_t { none, magnitudes, squares };
+
+// x [rows, cols] to plain NVFP4 by the rules of Transformer Engine: rows, and columns as rows of
 // their own, two codes a byte; from one read, after another for the largest magnitudes.
 struct Nvfp4QuantizeArgs {
   Matrix x;
@@ -114,6 +117,8 @@ struct Nvfp4QuantizeArgs {
   bool square = false;            // blocks are 16 x 16: [ceil(rows / 16), ..] scales
   const int64_t* seed = nullptr;  // of stochastic rounding, as in QuantizeOut
   int64_t first = 0;
+  Nvfp4Tries tries = Nvfp4Tries::none;
+  bool narrow = false;       // where the largest block scale is 256
   uint32_t* amax = nullptr;  // scratch: a word for every tensor scale of a row, and of a column
   Execution execution;
 };

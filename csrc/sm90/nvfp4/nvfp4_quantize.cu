@@ -1,4 +1,4 @@
-// bf16, fp16 or fp32 numbers to NVFP4 by the rule of Transformer Engine, along both directions from
+// bf16, fp16 or fp32 numbers to NVFP4 by the rules of Transformer Engine, along both directions from
 // one read, after a Hadamard transform of 16 and with stochastic rounding where asked: the bytes of
 // te_mx/formats/nvfp4.py, whose steps in fp32 these are; or what they stand for, in bf16.
 //
@@ -152,13 +152,17 @@ __device__ __forceinline__ uint32_t largest_turned(float (&v)[16], const float* 
   return largest_finite(v);
 }
 
-// What follows from the largest magnitude of a tensor, or of a row of it.
+// What follows from the largest magnitude of a tensor, or of a row of it, and how blocks are
+// scaled.
+template <bool kTries>
 struct Whole {
-  float encode, decode;
-  __device__ __forceinline__ explicit Whole(const uint32_t* amax) {
-    const uint32_t bits = __ldcg(amax);
-    const float all = bits == 0 ? 1.0f : fminf(2688.0f / __uint_as_float(bits), kLargest);
-    encode = all * 0.16666667163372040f, decode = 1.0f / all;
+  float amax, encode, decode, bound;
+  bool squares;
+  __device__ __forceinline__ Whole(const uint32_t* of, const Nvfp4QuantizeArgs& a)
+      : bound(kTries && a.narrow ? 1536.0f : 2688.0f), squares(a.tries == Nvfp4Tries::squares) {
+    amax = __uint_as_float(__ldcg(of));
+    const float all = amax == 0.0f ? 1.0f : fminf(bound / amax, kLargest);
+    encode = kTries ? all : all * 0.16666667163372040f, decode = 1.0f / all;
   }
 };
 
@@ -167,8 +171,16 @@ struct Block {
   uint32_t byte;
   float scale, over;
   uint32_t keep;  // of its codes: none of a block with a NaN
-  __device__ __forceinline__ Block(uint32_t largest, const Whole& whole) {
-    byte = tile::fp8x2<tile::Fp8::e4m3>(__uint_as_float(largest) * whole.encode, 0.0f) & 0xFF;
+  // Of two scales that were tried, `four` is the larger one, with which codes go up to 4.
+  template <bool kTries>
+  __device__ __forceinline__ Block(uint32_t largest, const Whole<kTries>& whole,
+                                   bool four = false) {
+    float wanted = __uint_as_float(largest) * whole.encode;
+    if constexpr (kTries) {
+      const float sixth = __fdiv_rn(__uint_as_float(largest), 6.0f);
+      wanted = __fmul_rn(__fmul_rn(sixth, whole.encode), four ? 1.5f : 1.0f);
+    }
+    byte = tile::fp8x2<tile::Fp8::e4m3>(wanted, 0.0f) & 0xFF;
     // E4M3 as fp32, exactly: its bits 120 octaves below.
     scale = __uint_as_float(byte << 20) * 0x1p120f;
     over = fminf(1.0f / (scale * whole.decode), kLargest);
@@ -176,6 +188,41 @@ struct Block {
     if (largest >= kInfinite) byte = 0x7F, scale = __uint_as_float(0x7FC00000u), keep = 0;
   }
 };
+
+// A number that was scaled, rounded to a code. A sum with 2^23 steps ends at a step, which is half
+// the binade, and at least 1 / 2.
+__device__ __forceinline__ float nearest_code(float t) {
+  const float a = tile::clamp_magnitude(t, kMostCode);
+  const float m = __uint_as_float(max(__float_as_uint(a) & 0x7F800000u, __float_as_uint(1.0f)));
+  return __fmaf_rn(m, -0x1.8p22f, __fmaf_rn(m, 0x1.8p22f, a));
+}
+
+// By how much each of both scales misses a block, in the order of k.
+__device__ __forceinline__ float2 misses(const float (&v)[16], uint32_t largest,
+                                         const Whole<true>& whole) {
+  float of[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const Block b(largest, whole, j == 0);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float value =
+          __fmul_rn(__fmul_rn(nearest_code(__fmul_rn(v[i], b.over)), b.scale), whole.amax);
+      const float off = __fsub_rn(__fdiv_rn(value, whole.bound), v[i]);
+      sum = __fadd_rn(sum, whole.squares ? __fmul_rn(off, off) : fabsf(off));
+    }
+    of[j] = sum;
+  }
+  return make_float2(of[0], of[1]);
+}
+__device__ __forceinline__ float2 added(float2 a, float2 b) {
+  return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
+}
+// With those of the lane `other` away.
+__device__ __forceinline__ float2 shared_misses(float2 a, int other) {
+  return added(a, make_float2(__shfl_xor_sync(~0u, a.x, other), __shfl_xor_sync(~0u, a.y, other)));
+}
 
 // What a number that was scaled draws, as bits whose upper ones are its sign and its code: see
 // random_codes.cuh. `half` picks the random bits of a word.
@@ -201,12 +248,7 @@ __device__ __forceinline__ void make(uint32_t (&out)[8], const float (&v)[16], c
           const uint32_t bits = by_chance(t, draw(i + j), half(i + j)) & 0xFFC00000u;
           two[j] = __uint_as_float(bits) * 0x1p126f * b.scale;
         } else {
-          // A sum with 2^23 steps ends at a step, which is half the binade, and at least 1 / 2.
-          const float a = tile::clamp_magnitude(t, kMostCode);
-          const float m =
-              __uint_as_float(max(__float_as_uint(a) & 0x7F800000u, __float_as_uint(1.0f)));
-          const float sum = __fmaf_rn(m, 0x1.8p22f, a);
-          two[j] = __fmul_rn(__fmaf_rn(m, -0x1.8p22f, sum), b.scale);
+          two[j] = __fmul_rn(nearest_code(t), b.scale);
         }
       }
       out[i / 2] = as<uint32_t>(__floats2bfloat162_rn(two[0], two[1]));
@@ -252,6 +294,7 @@ __device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, 
     if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
 }
 
+template <bool kTries>
 __global__ void __launch_bounds__(kThreads, 3)
     nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
   extern __shared__ __align__(16) uint8_t room[];
@@ -339,9 +382,18 @@ __global__ void __launch_bounds__(kThreads, 3)
           most = max(most, __shfl_xor_sync(~0u, most, other));
         largest[0] = largest[1] = most;
       }
+      bool four = false;
+      if constexpr (kTries) {
+        if (square && to_rows) {
+          const Whole<kTries> all(q.row_amax, q.to);
+          float2 of = added(misses(v[0], largest[0], all), misses(v[1], largest[0], all));
+          for (int other = 16; other > 2; other /= 2) of = shared_misses(of, other);
+          four = of.x < of.y;
+        }
+      }
       const bool random = q.to.seed != nullptr;
       const uint2 key = random ? key_of(q.to.seed) : make_uint2(0, 0);
-      Whole whole(to_rows ? q.row_amax : q.col_amax);
+      Whole<kTries> whole(to_rows ? q.row_amax : q.col_amax, q.to);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t row = row0 + r + 8 * b;
@@ -356,8 +408,14 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         }
         if (!to_rows || count[b] == 0) continue;
-        if (row_to.scale_rows) whole = Whole(q.row_amax + row);
-        const Block block(largest[b], whole);
+        if (row_to.scale_rows) whole = Whole<kTries>(q.row_amax + row, q.to);
+        if constexpr (kTries) {
+          if (!square) {
+            const float2 of = misses(v[b], largest[b], whole);
+            four = of.x < of.y;
+          }
+        }
+        const Block block(largest[b], whole, four);
         uint32_t out[8];
         const bool values = row_to.scales == nullptr;
         if (random) {
@@ -423,14 +481,33 @@ __global__ void __launch_bounds__(kThreads, 3)
         largest[0] = largest[1] = most;
       }
       const bool values = col_to.scales == nullptr;
-      Whole whole(q.col_amax);
+      Whole<kTries> whole(q.col_amax, q.to);
+      bool four = false;
+      if constexpr (kTries) {
+        if (square) {
+          float2 of[2];
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            of[b] = misses(v[b], largest[b], whole);
+            for (int other = 4; other > 0; other /= 2) of[b] = shared_misses(of[b], other);
+          }
+          const float2 all = added(of[0], of[1]);
+          four = all.x < all.y;
+        }
+      }
       uint32_t out[2][8];
       uint8_t byte[2];
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t mine = min(first + b, cols - 1);
-        if (col_to.scale_rows) whole = Whole(q.col_amax + mine);
-        const Block block(largest[b], whole);
+        if (col_to.scale_rows) whole = Whole<kTries>(q.col_amax + mine, q.to);
+        if constexpr (kTries) {
+          if (!square) {
+            const float2 of = misses(v[b], largest[b], whole);
+            four = of.x < of.y;
+          }
+        }
+        const Block block(largest[b], whole, four);
         if (q.to.seed != nullptr) {
           const uint32_t* const words = s.words[warp] + two % 4;
           make<true>(
@@ -565,11 +642,12 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
   const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
   Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, all - words};
   at.early = false;  // what is before it is no kernel
-  status = launch_early(nvfp4_quantize_tile, at, q);
+  status = launch_early(nvfp4_quantize_tile<false>, at, q);
   if (status != Status::ok) return status;
   q.only_amax = false, at.early = true;
   if (a.seed != nullptr) at.smem = all;
-  return launch_early(nvfp4_quantize_tile, at, q);
+  const bool tries = a.tries != Nvfp4Tries::none;
+  return launch_early(tries ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
 }
 
 }  // namespace te_mx::sm90

@@ -485,12 +485,21 @@ def _is_there(row: Operand | Stack) -> Tensor:
     ).any(-1)  # fmt: skip
 
 
+# Of the rules of Transformer Engine: sums of what, of two scales, and whether up to 256.
+_TRIES: dict[str, dict[str, Any]] = {"te": {}} | {
+    f"te_4over6{error}{top}": {"tries": tries, "narrow": not top}
+    for error, tries in (("", 1), ("_mse", 2))
+    for top in ("", "_448")
+}
+
+
 def quantizer_fields(
-    row: str, col: str, rows: int, cols: int, dtype: torch.dtype
+    row: str, col: str, rows: int, cols: int, dtype: torch.dtype, rule: str
 ) -> tuple[dict[str, Any], int]:
     """What a record says of matrices of one size and dtype, and the words of its scratch memory."""
     fields: dict[str, Any] = {
-        "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype], "square": _tall(row or col)
+        "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype], "square": _tall(row or col),
+        **_TRIES[split_rule(rule)[0]],
     }  # fmt: skip
     words = 0
     for side, spec, many in (("row", row, rows), ("col", col, cols)):
@@ -520,7 +529,7 @@ class Quantizer:
 
     def __init__(self, p: Problem) -> None:
         self.native, self.index = binding.native(), p.place.index
-        fields, self.words = quantizer_fields(p.lhs, p.rhs, p.m, p.n, p.dtype)
+        fields, self.words = quantizer_fields(p.lhs, p.rhs, p.m, p.n, p.dtype, p.rule)
         self.sides = []
         for side, spec, rows, k in (("row", p.lhs, p.m, p.n), ("col", p.rhs, p.n, p.m)):
             if spec:
@@ -555,7 +564,7 @@ class Quantizer:
 
 
 class HopperNvfp4(Kernel):
-    """By the rule of Transformer Engine, also with stochastic rounding and after transforms of 16:
+    """By the rules of Transformer Engine, also with stochastic rounding and after transforms of 16:
     to rows, or to what codes and block scales stand for."""
 
     op, name, planner = "quantize", PRODUCT, Quantizer
@@ -570,8 +579,8 @@ class HopperNvfp4(Kernel):
         transforms = [spec_of(spec).format.transform for spec in specs]
         if reason is None and any(one is not None and one.size != 16 for one in transforms):
             reason = "transforms 16 elements at a time"
-        if reason is None and split_rule(problem.rule)[0] != "te":
-            reason = f"knows the scale rule te, not {problem.rule}"
+        if reason is None and split_rule(problem.rule)[0] not in _TRIES:
+            reason = f"knows the scale rules of Transformer Engine, not {problem.rule}"
         wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(_VALUES[0])
         if reason is None and (wrong or "@any" in problem.lhs + problem.rhs):
             reason = f"writes rows and {_VALUES[0]}, of columns rows, cols and {_VALUES[1]}"

@@ -163,7 +163,7 @@ class Steps:
             fields["seed"] = seed
         if made[2] != nvfp4.PRODUCT:
             return "QuantizeArgs", fields | target(made[0], made[1], rule, to, sums)
-        known, words = nvfp4.quantizer_fields(made[0], made[1], rows, cols, dtype)
+        known, words = nvfp4.quantizer_fields(made[0], made[1], rows, cols, dtype, rule)
         fields |= known | {"amax": self.temp.take(4 * words)}
         for side, where in zip(("row", "col"), to, strict=True):
             if where is not None:
