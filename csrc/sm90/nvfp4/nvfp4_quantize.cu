@@ -1,6 +1,6 @@
-// bf16, fp16 or fp32 numbers to NVFP4 by the rules of Transformer Engine, along both directions from
-// one read, after a Hadamard transform of 16 and with stochastic rounding where asked: the bytes of
-// te_mx/formats/nvfp4.py, whose steps in fp32 these are; or what they stand for, in bf16.
+// bf16, fp16 or fp32 numbers to NVFP4 by the rules of Transformer Engine, along both directions
+// from one read, after a Hadamard transform of 16 and with stochastic rounding where asked: the
+// bytes of te_mx/formats/nvfp4.py, whose steps in fp32 these are; or what they stand for, in bf16.
 //
 // One kernel, launched twice: for the largest magnitudes, then for the codes. A CTA has 128 rows x
 // 64 columns, each of its warps 16 rows, so that blocks of both directions are a warp's own: it
@@ -10,16 +10,14 @@
 #include "common/launch.h"
 #include "common/numbers.cuh"
 #include "mxtile/sm90/convert.cuh"
+#include "nvfp4/nvfp4_blocks.cuh"
 #include "nvfp4/nvfp4_operand.cuh"
-#include "quantize/random_codes.cuh"
 #include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::sm90 {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kDown = 16 * kWarps, kAcross = 64;
-constexpr uint32_t kInfinite = 0x7F800000u;
-constexpr float kLargest = 3.402823466e38f, kMostCode = 6.0f;
 
 struct Nvfp4Quantize {
   Nvfp4QuantizeArgs to;
@@ -152,131 +150,6 @@ __device__ __forceinline__ uint32_t largest_turned(float (&v)[16], const float* 
   return largest_finite(v);
 }
 
-// What follows from the largest magnitude of a tensor, or of a row of it, and how blocks are
-// scaled.
-template <bool kTries>
-struct Whole {
-  float amax, encode, decode, bound;
-  bool squares;
-  __device__ __forceinline__ Whole(const uint32_t* of, const Nvfp4QuantizeArgs& a)
-      : bound(kTries && a.narrow ? 1536.0f : 2688.0f), squares(a.tries == Nvfp4Tries::squares) {
-    amax = __uint_as_float(__ldcg(of));
-    const float all = amax == 0.0f ? 1.0f : fminf(bound / amax, kLargest);
-    encode = kTries ? all : all * 0.16666667163372040f, decode = 1.0f / all;
-  }
-};
-
-// The scale of a block, and by what its elements are multiplied.
-struct Block {
-  uint32_t byte;
-  float scale, over;
-  uint32_t keep;  // of its codes: none of a block with a NaN
-  // Of two scales that were tried, `four` is the larger one, with which codes go up to 4.
-  template <bool kTries>
-  __device__ __forceinline__ Block(uint32_t largest, const Whole<kTries>& whole,
-                                   bool four = false) {
-    float wanted = __uint_as_float(largest) * whole.encode;
-    if constexpr (kTries) {
-      const float sixth = __fdiv_rn(__uint_as_float(largest), 6.0f);
-      wanted = __fmul_rn(__fmul_rn(sixth, whole.encode), four ? 1.5f : 1.0f);
-    }
-    byte = tile::fp8x2<tile::Fp8::e4m3>(wanted, 0.0f) & 0xFF;
-    // E4M3 as fp32, exactly: its bits 120 octaves below.
-    scale = __uint_as_float(byte << 20) * 0x1p120f;
-    over = fminf(1.0f / (scale * whole.decode), kLargest);
-    keep = ~0u;
-    if (largest >= kInfinite) byte = 0x7F, scale = __uint_as_float(0x7FC00000u), keep = 0;
-  }
-};
-
-// A number that was scaled, rounded to a code. A sum with 2^23 steps ends at a step, which is half
-// the binade, and at least 1 / 2.
-__device__ __forceinline__ float nearest_code(float t) {
-  const float a = tile::clamp_magnitude(t, kMostCode);
-  const float m = __uint_as_float(max(__float_as_uint(a) & 0x7F800000u, __float_as_uint(1.0f)));
-  return __fmaf_rn(m, -0x1.8p22f, __fmaf_rn(m, 0x1.8p22f, a));
-}
-
-// By how much each of both scales misses a block, in the order of k.
-__device__ __forceinline__ float2 misses(const float (&v)[16], uint32_t largest,
-                                         const Whole<true>& whole) {
-  float of[2];
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const Block b(largest, whole, j == 0);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float value =
-          __fmul_rn(__fmul_rn(nearest_code(__fmul_rn(v[i], b.over)), b.scale), whole.amax);
-      const float off = __fsub_rn(__fdiv_rn(value, whole.bound), v[i]);
-      sum = __fadd_rn(sum, whole.squares ? __fmul_rn(off, off) : fabsf(off));
-    }
-    of[j] = sum;
-  }
-  return make_float2(of[0], of[1]);
-}
-__device__ __forceinline__ float2 added(float2 a, float2 b) {
-  return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
-}
-// With those of the lane `other` away.
-__device__ __forceinline__ float2 shared_misses(float2 a, int other) {
-  return added(a, make_float2(__shfl_xor_sync(~0u, a.x, other), __shfl_xor_sync(~0u, a.y, other)));
-}
-
-// What a number that was scaled draws, as bits whose upper ones are its sign and its code: see
-// random_codes.cuh. `half` picks the random bits of a word.
-__device__ __forceinline__ uint32_t by_chance(float t, uint32_t word, uint32_t half) {
-  const float steps = __fmul_rz(tile::clamp_magnitude(t, kMostCode), kToSteps);
-  return __dp2a_lo(word, half, __float_as_uint(steps));
-}
-constexpr uint32_t half_of(int i) { return i % 2 == 0 ? 0x40u : 0x4000u; }
-
-// A block to 16 codes, in the first two words, or to what they stand for without the scale of the
-// tensor, in bf16. With kRandom, draw(i) has the random bits of element i, in half(i) of a word.
-template <bool kRandom, class Words, class Halves>
-__device__ __forceinline__ void make(uint32_t (&out)[8], const float (&v)[16], const Block& b,
-                                     bool values, Words draw, Halves half) {
-  if (values) {
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      float two[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float t = __fmul_rn(v[i + j], b.over);
-        if constexpr (kRandom) {
-          const uint32_t bits = by_chance(t, draw(i + j), half(i + j)) & 0xFFC00000u;
-          two[j] = __uint_as_float(bits) * 0x1p126f * b.scale;
-        } else {
-          two[j] = __fmul_rn(nearest_code(t), b.scale);
-        }
-      }
-      out[i / 2] = as<uint32_t>(__floats2bfloat162_rn(two[0], two[1]));
-    }
-    return;
-  }
-#pragma unroll
-  for (int eight = 0; eight < 2; ++eight) {
-    uint32_t w[8];
-    float t[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int k = 8 * eight + i;
-      t[i] = __fmul_rn(v[k], b.over);
-      if constexpr (kRandom) {
-        w[i] = by_chance(t[i], draw(k), half(k));
-      } else {
-        w[i] = step_nearest(fminf(fabsf(t[i]), kMostCode) * kToNearest);
-      }
-    }
-    if constexpr (kRandom) {
-      out[eight] = nibbles_of_steps(w) & b.keep;
-    } else {
-      out[eight] = nibbles_of(w, t) & b.keep;
-    }
-  }
-}
-
 // n bytes of words, of which all exist where rows are vectors.
 template <int kWords>
 __device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, bool vectors) {
@@ -385,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       bool four = false;
       if constexpr (kTries) {
         if (square && to_rows) {
-          const Whole<kTries> all(q.row_amax, q.to);
+          const Nvfp4Whole<kTries> all(q.row_amax, q.to);
           float2 of = added(misses(v[0], largest[0], all), misses(v[1], largest[0], all));
           for (int other = 16; other > 2; other /= 2) of = shared_misses(of, other);
           four = of.x < of.y;
@@ -393,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       const bool random = q.to.seed != nullptr;
       const uint2 key = random ? key_of(q.to.seed) : make_uint2(0, 0);
-      Whole<kTries> whole(to_rows ? q.row_amax : q.col_amax, q.to);
+      Nvfp4Whole<kTries> whole(to_rows ? q.row_amax : q.col_amax, q.to);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t row = row0 + r + 8 * b;
@@ -408,24 +281,25 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         }
         if (!to_rows || count[b] == 0) continue;
-        if (row_to.scale_rows) whole = Whole<kTries>(q.row_amax + row, q.to);
+        if (row_to.scale_rows) whole = Nvfp4Whole<kTries>(q.row_amax + row, q.to);
         if constexpr (kTries) {
           if (!square) {
             const float2 of = misses(v[b], largest[b], whole);
             four = of.x < of.y;
           }
         }
-        const Block block(largest[b], whole, four);
+        const Nvfp4Block block(largest[b], whole, four);
         uint32_t out[8];
         const bool values = row_to.scales == nullptr;
         if (random) {
           const uint32_t words[8] = {drawn[0][0].x, drawn[0][0].y, drawn[0][0].z, drawn[0][0].w,
                                      drawn[1][0].x, drawn[1][0].y, drawn[1][0].z, drawn[1][0].w};
-          make<true>(
+          make_codes<true>(
               out, v[b], block, values, [&](int i) { return words[i / 2]; },
               [](int i) { return half_of(i); });
         } else {
-          make<false>(out, v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
+          make_codes<false>(
+              out, v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
         }
         uint8_t* const to = row_to.codes + row * (values ? 2 * cols : (cols + 1) / 2);
         if (values) {
@@ -481,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         largest[0] = largest[1] = most;
       }
       const bool values = col_to.scales == nullptr;
-      Whole<kTries> whole(q.col_amax, q.to);
+      Nvfp4Whole<kTries> whole(q.col_amax, q.to);
       bool four = false;
       if constexpr (kTries) {
         if (square) {
@@ -500,22 +374,23 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t mine = min(first + b, cols - 1);
-        if (col_to.scale_rows) whole = Whole<kTries>(q.col_amax + mine, q.to);
+        if (col_to.scale_rows) whole = Nvfp4Whole<kTries>(q.col_amax + mine, q.to);
         if constexpr (kTries) {
           if (!square) {
             const float2 of = misses(v[b], largest[b], whole);
             four = of.x < of.y;
           }
         }
-        const Block block(largest[b], whole, four);
+        const Nvfp4Block block(largest[b], whole, four);
         if (q.to.seed != nullptr) {
           const uint32_t* const words = s.words[warp] + two % 4;
-          make<true>(
+          make_codes<true>(
               out[b], v[b], block, values,
               [&](int i) { return words[i * 32 + 4 * (two / 4 ^ (i & 1))]; },
               [&](int) { return half_of(b); });
         } else {
-          make<false>(out[b], v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
+          make_codes<false>(
+              out[b], v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
         }
         byte[b] = static_cast<uint8_t>(block.byte);
         s.scales[(2 * two + b) * kWarps + warp] = byte[b];
