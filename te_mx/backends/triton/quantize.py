@@ -31,8 +31,8 @@ _NOT_AMAX = {"RULE", "FOUR", "SQUARE", "BOUND", "HEIGHT", "RANDOM", "seed", "fir
 # Rows and columns of a program of 8 x 8 units, by family and whether columns lie turned, and the
 # registers of a thread, which let NVIDIA's GPUs run another program beside it.
 UNITS = {
-    ("mx", True): (128, 64), ("mx", False): (32, 128), ("nvfp4", True): (128, 64),
-    ("nvfp4", False): (128, 64), ("blockwise", True): (128, 128), ("blockwise", False): (128, 128),
+    ("mx", True): (128, 64), ("mx", False): (32, 128), ("nvfp4", True): (64, 64),
+    ("nvfp4", False): (64, 64), ("blockwise", True): (128, 128), ("blockwise", False): (128, 128),
 }  # fmt: skip
 _REGISTERS = 128
 _VALUES = "mxfp8_e4m3", "rceil"  # of whose kernel steps are that make values alone
@@ -188,8 +188,7 @@ def _units(fmt: Format, family: str, words: dict[str, Any], turned: bool) -> Non
     x, rows, cols = words["x"], words["rows"], words["cols"]
     ptx, element = binding.takes_ptx(x.device), fmt.element
     even = not (rows % height or cols % width)
-    # By words; those of 4 bits, which have more to hold, are faster a number at a time.
-    packed = even and x.dtype == torch.bfloat16 and element.bits == 8 and ptx >= 9
+    packed = even and x.dtype == torch.bfloat16 and ptx >= 9
     packed = packed and not (x.data_ptr() % 4 or words["stride"] % 2)
     words = {name: word for name, word in words.items() if name in kernel.arg_names} | {
         "FAMILY": family, "BITS": element.bits, "ASM": bool(ptx), "EVEN": even, "PACKED": packed,

@@ -209,7 +209,7 @@ def units_of(fmt: str, rule: str, target: str) -> Made:
     cuda = kind.backend == "cuda"
     casts, packed = cuda and kind.arch >= 89, cuda and kind.arch >= 90
     words |= {"FAMILY": family, "BITS": one.element.bits, "R": height, "C": width, "EVEN": packed}
-    words |= {"ASM": cuda, "CASTS": casts, "PACKED": packed and one.element.bits == 8}
+    words |= {"ASM": cuda, "CASTS": casts, "PACKED": packed}
     words |= {"TURNED": True, "num_warps": height * width // 64 // kind.warp_size}
     pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8"}
     pointers |= dict.fromkeys(

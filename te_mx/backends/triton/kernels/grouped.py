@@ -101,7 +101,10 @@ def gemm_routed(
     down, across = tile_of(tl.program_id(0), blocks * chunks * BM, n, BM, BN, GROUP)
     block = down // chunks
     expert = tl.load(experts + block).to(tl.int64)
-    if (block * block_m < tl.load(count)) & (expert >= 0) & (expert < groups):
+    there_is = (expert >= 0) & (expert < groups)
+    if count is not None:  # else all rows are listed
+        there_is &= block * block_m < tl.load(count)
+    if there_is:
         inside = down % chunks * BM + tl.arange(0, BM)
         row, mine = block * size + inside, inside < size
         if LISTED:
