@@ -24,7 +24,7 @@ def why_forced() -> str | None:
     Raises ValueError for a name that no backend has."""
     if forced not in ("", "triton", "vendor"):
         raise ValueError(f'TE_MX_BACKEND must be "triton" or "vendor" or not set, got {forced!r}')
-    return f"TE_MX_BACKEND={forced} asks for another backend" if forced else None
+    return f"another backend is what TE_MX_BACKEND={forced} asks for" if forced else None
 
 
 class Words(dict[_K, _V]):
