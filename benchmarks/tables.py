@@ -130,7 +130,7 @@ TABLES: dict[str, list[Line]] = {
         Line(f"frozen Linear, {weights}, 1 / 4 / 16 / 32 / 64 tokens",
              "cuBLAS bf16 in a CUDA graph", decode_weights(form, 1, 4, 16, 32, 64))
         for form, weights in (("mxfp8", "MXFP8 weights"),
-                              ("mxfp4", "MXFP4 weights, by the [kernel before](notes/hopper.md)"))
+                              ("mxfp4", "MXFP4 weights"))
     ] + [
         Line(f"`fused_experts`, {form.upper()}, {experts} experts, top {top}, {k} -> {n}, 1 / 8 / "
              "32 / 128 / 512 / 2,048 / 8,192 tokens", "`grouped_mm` bf16 in a CUDA graph",
