@@ -25,6 +25,11 @@ namespace te_mx::sm90 {
 inline constexpr int kRowsMath = 128, kRowsWeights = 64;  // threads of a warpgroup, rows of a CTA
 inline constexpr int kRowsOthers = 2 * kRowsMath, kRowsThreads = kRowsOthers + 32;
 inline constexpr int kRowsMostStages = 24;
+// Barriers of quads that are there: quad q has barrier q % kRowsBars, however few stages there are.
+// NOTE: a wait by parity tells phases apart that are next to each other, so who waits has to know
+// that the one before is over. Of a stage it may not be: quads arrive in any order, and the other
+// warpgroup may still wait for the one before in the stage. Of quads two turns ago it is.
+inline constexpr int kRowsBars = 32;
 
 struct RowsParams {
   AlignedInput x;
@@ -59,7 +64,7 @@ __host__ __device__ constexpr RowsRoom rows_room(int stages, int quads) {
   r.classes_at = r.words_at + quads * Math::kWords;
   r.sums_at = (r.classes_at + quads * 4 + 15) / 16 * 16;
   r.bars_at = r.sums_at + kRowsMath * Math::kFloats * 4;
-  r.bytes = r.bars_at + (2 * kRowsMostStages + 1) * 8;
+  r.bytes = r.bars_at + (kRowsBars + kRowsMostStages + 1) * 8;
   return r;
 }
 
@@ -73,7 +78,7 @@ struct RowsPlace {
   int n0;                 // the first row of its weights
   RowsRoom room;
   uint8_t* smem;
-  uint32_t base, full, empty;  // shared addresses; barriers of stages that are there, were read
+  uint32_t base, full, empty;  // shared addresses; barriers: quads are there, stages were read
   uint64_t* bars;
   // Of make_first(): every block is taken by the first pass.
   int* passes = nullptr;
@@ -86,7 +91,7 @@ struct RowsPlace {
         n0(static_cast<int>(blockIdx.x) * kRowsWeights),
         smem(smem) {
     room = rows_room<Math>(p.stages, length);
-    base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kRowsMostStages;
+    base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kRowsBars;
     bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
   }
   // By whole warps, before anything else; false: there is nothing to do.
@@ -110,13 +115,18 @@ struct RowsPlace {
   __device__ __forceinline__ uint32_t w(int s) const {
     return base + room.w_at + s * Math::kWeights;
   }
-  __device__ __forceinline__ uint64_t* scales_bar() const { return bars + 2 * kRowsMostStages; }
+  __device__ __forceinline__ uint64_t* scales_bar() const {
+    return bars + kRowsBars + kRowsMostStages;
+  }
+  // Shared address.
+  __device__ __forceinline__ uint32_t full_bar(int quad) const {
+    return full + quad % static_cast<uint32_t>(kRowsBars) * 8;
+  }
   // By one warp.
   __device__ __forceinline__ void start(int lane) const {
-    if (lane < p.stages) {
-      tile::mbar_init(bars + lane, 1);
-      tile::mbar_init(bars + kRowsMostStages + lane, kRowsMath / 32);
-    }
+    static_assert(kRowsBars == 32 && kRowsBars >= kRowsMostStages && kRowsBars >= 2 * Math::kAhead);
+    tile::mbar_init(bars + lane, 1);
+    if (lane < p.stages) tile::mbar_init(bars + kRowsBars + lane, kRowsMath / 32);
     if (lane == 0) tile::mbar_init(scales_bar(), 1);
     tile::mbar_init_fence();
   }
@@ -152,13 +162,13 @@ struct RowsProducer {
   const CUtensorMap* map;
 
   __device__ __forceinline__ void ask_weights(int quad, int s) const {
-    const uint32_t bar = at.full + 8 * s;
+    const uint32_t bar = at.full_bar(quad);
     tile::mbar_arrive_expect(bar, Math::kWeights + (Math::kMakesX ? 0 : Math::kCodes));
     tile::tma_load(at.w(s), map, bar, quad * kDecodeQuad, at.block.group * at.p.n + at.n0);
   }
   __device__ __forceinline__ void ask_x(int quad, int s) const {
     if constexpr (!Math::kMakesX)
-      tile::bulk_load(at.x(s), at.p.x.at(blockIdx.y, 0, quad), Math::kCodes, at.full + 8 * s);
+      tile::bulk_load(at.x(s), at.p.x.at(blockIdx.y, 0, quad), Math::kCodes, at.full_bar(quad));
   }
   __device__ __forceinline__ void ask_scales() const {
     if constexpr (!Math::kMakesX) {
@@ -349,18 +359,17 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
                  sums_at = tile::keep(at.base + at.room.sums_at + threadIdx.x % kRowsMath * 16);
   RowsSums<Math> sums;
   int s = 0;
-  uint32_t phase = 0;
 
   // The stage of the next quad, which is there.
-  const auto take = [&] {
-    tile::mbar_wait(at.full + 8 * s, phase);
+  const auto take = [&](int quad) {
+    tile::mbar_wait(at.full_bar(quad), quad / kRowsBars & 1);
     const int stage = s;
-    if (++s == p.stages) s = 0, phase ^= 1;
+    if (++s == p.stages) s = 0;
     return stage;
   };
   const auto release = [&](int stage) {
     __syncwarp();
-    if (tile::elect_one()) tile::mbar_arrive(at.bars + kRowsMostStages + stage);
+    if (tile::elect_one()) tile::mbar_arrive(at.bars + kRowsBars + stage);
   };
   const auto x_of = [&](int quad, int stage) {
     return x_at + (Math::kMakesX ? quad : stage) * (Math::kCodes / 16);
@@ -398,7 +407,7 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
     int stage[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      stage[i] = i < count ? take() : 0;
+      stage[i] = i < count ? take(quad + i) : 0;
       start(d[i], quad + min(i, count - 1), stage[i]);
     }
     // NOTE: scales are read while the tensor cores multiply.
@@ -437,7 +446,7 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
   // One whose tile is spread, block by block.
   const auto spread = [&](int quad) {
     float d[kFloats];
-    const int stage = take();
+    const int stage = take(quad);
     begin();
     const uint32_t x = x_of(quad, stage), w = w_at + stage * (Math::kWeights / 16);
     OfX scales;
@@ -464,7 +473,7 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
   // Leaves quads to the other warpgroup.
   const auto skip = [&](int count) {
     s += count;
-    if (s >= p.stages) s -= p.stages, phase ^= 1;
+    if (s >= p.stages) s -= p.stages;
   };
 #pragma unroll 1
   for (int quad = 0; quad < at.length;) {
