@@ -307,7 +307,8 @@ def test_bad_arguments():
     )
     assert native.quantize(good) == 0
     for field, value in (
-        ("x_data", 0), ("x_rows", -1), ("x_dtype", 3), ("element", 7), ("rule", 9),
+        ("x_data", 0), ("x_rows", -1), ("x_dtype", 3), ("element", 7),
+        ("rule", len(native.SCALE_RULES)),
         ("block_k", 0), ("row_scales", 0), ("col_codes", out), ("col_sum", out),
     ):  # fmt: skip
         assert native.quantize(good.copy(**{field: value})) == BAD_ARGUMENT
