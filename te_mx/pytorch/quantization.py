@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from te_mx.common.recipe import RecipeWarning
 from te_mx.context.region import autocast, current_recipe, fp8_autocast
 from te_mx.nn.base import preserves
-from te_mx.recipe import get_default_recipe, is_mxfp8_available, resolve_recipe
+from te_mx.recipe import Recipe, get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.runtime.arguments import check_flag
 
 __all__ = [
@@ -127,13 +126,55 @@ class FP8GlobalStateManager(metaclass=_Absent):
     which belong to a thread or task: these answer about the innermost one. Nothing is calibrated or
     reduced over processes, parameters are in high precision, and `reset` has nothing to reset."""
 
-    reset = get_fp8_group = staticmethod(lambda: None)
-    is_fp8_calibration = with_fp8_parameters = staticmethod(lambda: False)
-    is_fp8_enabled = staticmethod(lambda: current_recipe() is not None)
-    get_fp8_recipe = staticmethod(lambda: current_recipe() or get_default_recipe())
-    with_high_precision_init_val = staticmethod(preserves.get)
-    # (whether such recipes can run here, why not)
-    is_fp8_available = staticmethod(partial(is_fp8_available, True))
-    is_mxfp8_available = staticmethod(partial(is_mxfp8_available, True))
-    is_fp8_block_scaling_available = staticmethod(partial(is_fp8_block_scaling_available, True))
-    is_nvfp4_available = staticmethod(partial(is_nvfp4_available, True))
+    @staticmethod
+    def reset() -> None:
+        """Changes nothing: whoever entered a region leaves it."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Whether this is inside of an enabled region."""
+        return current_recipe() is not None
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        """False."""
+        return False
+
+    @staticmethod
+    def with_fp8_parameters() -> bool:
+        """False, see `quantized_model_init`."""
+        return False
+
+    @staticmethod
+    def with_high_precision_init_val() -> bool:
+        """Whether modules made here preserve what their weights start with."""
+        return preserves.get()
+
+    @staticmethod
+    def get_fp8_recipe() -> Recipe:
+        """The recipe of the region, or the default one."""
+        return current_recipe() or get_default_recipe()
+
+    @staticmethod
+    def get_fp8_group() -> None:
+        """None."""
+
+    @staticmethod
+    def is_fp8_available() -> tuple[bool, str]:
+        """(whether FP8 recipes can run here, why not): always, so (True, "")."""
+        return True, ""
+
+    @staticmethod
+    def is_mxfp8_available() -> tuple[bool, str]:
+        """The same of MXFP8."""
+        return True, ""
+
+    @staticmethod
+    def is_fp8_block_scaling_available() -> tuple[bool, str]:
+        """The same of te_mx.recipe.Float8BlockScaling."""
+        return True, ""
+
+    @staticmethod
+    def is_nvfp4_available() -> tuple[bool, str]:
+        """The same of te_mx.recipe.NVFP4BlockScaling."""
+        return True, ""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import te_mx
+from te_mx.pytorch.fp8 import FP8GlobalStateManager, check_fp8_support
 from te_mx.recipe import (
     BlockScaling,
     CustomRecipe,
@@ -61,6 +62,11 @@ def main() -> Tensor:
     for row in te_mx.audit(model):
         assert_type(row.fprop, str)
     assert_type(te_mx.freeze_weights(model, filter_fn=lambda module, name: name == "up"), int)
+    for check in (check_fp8_support, FP8GlobalStateManager.is_nvfp4_available):
+        available, reason = check()
+        assert_type((available, reason), tuple[bool, str])
+    assert_type(FP8GlobalStateManager.with_high_precision_init_val(), bool)
+    assert_type(FP8GlobalStateManager.get_fp8_recipe(), Recipe)
     quantized = te_mx.quantize(x.detach(), "mxfp8_e4m3")
     assert_type(te_mx.inspect(model, x, "mxfp4", progress=False), te_mx.InspectionReport)
     made = te_mx.gemm(te_mx.quantize(torch.randn(32, 64)), quantized, "TN")

@@ -335,6 +335,10 @@ def test_the_global_state_is_that_of_the_regions():
     assert manager.is_fp8_available() == manager.is_mxfp8_available() == (True, "")
     assert manager.is_fp8_block_scaling_available() == (True, "")
     assert manager.is_nvfp4_available() == te.is_nvfp4_available(True)
+    for name in [name for name in vars(manager) if not name.startswith("_")]:
+        one = getattr(manager, name)
+        assert (one.__name__, bool(one.__doc__)) == (name, True)  # as help() shows it
+        assert not inspect.signature(one).parameters
     with pytest.raises(AttributeError, match=r"has no global_amax_buffer: block scales follow"):
         manager.global_amax_buffer  # noqa: B018
 
