@@ -9,7 +9,7 @@ start_i // 32 + i, a closed form that needs no scan over the groups, so a column
 [R, cols] has scales [R // 32 + G, cols] on every device, whatever the splits are."""
 
 from array import array
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Bounds(NamedTuple):
     starts: list[int]
     ends: list[int]
 
-    def addresses(self) -> "tuple[tuple[int, int, int], tuple[array[int], array[int]]]":
+    def addresses(self) -> tuple[tuple[int, int, int], tuple[Any, Any]]:
         """(count, starts, ends) as native code takes them, and what must be kept meanwhile."""
         starts, ends = array("q", self.starts), array("q", self.ends)
         return (len(starts), starts.buffer_info()[0], ends.buffer_info()[0]), (starts, ends)

@@ -14,7 +14,7 @@ LAST_RUN: dict[int, str] = {}
 TAGS = 9  # of a module: three GEMMs for each linear step, of which there are three at most
 
 _first_tags = itertools.count(step=TAGS)
-_living: "dict[int, weakref.finalize[Any, Any]]" = {}
+_living: dict[int, Any] = {}  # finalizers by first tag
 
 _warned: set[str] = set()
 
