@@ -452,9 +452,10 @@ def gemm(
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
     if mixed is not None and precision in (INVARIANT, ENCODED):
+        of = "at least one to NVFP4" if precision == ENCODED else "to MX formats, or blockwise FP8"
         raise ValueError(
             f"precision {precision!r} multiplies codes with codes, and got one side that torch is "
-            "to multiply; quantize both, to MX formats, or blockwise FP8 (not for 'fp8')"
+            f"to multiply; quantize both, {of}"
         )
     if mixed is not None:
         made = mixed_gemm.run(mixed, epilogue, out, out_dtype, aux_dtype)
