@@ -266,10 +266,15 @@ def _with_layers(
 def recipe_of(word: str, split_k: bool = False) -> BlockScaling:
     """That of a frozen layer: of "mxfp4" as weights, or of "mxfp4:mxfp4" as inputs and weights."""
     x, _, w = word.strip().rpartition(":")
-    x = formats.get(x or "mxfp8_e4m3").name
-    rule = "rceil" if formats.get(x).scaling.takes("rceil") else "pow2"
-    w = formats.get(w).name
-    return BlockScaling(x=x, w=w, g=x, scale_rule=rule, split_k=split_k)
+    x, w = formats.get(x or "mxfp8_e4m3").name, formats.get(w).name
+    known = formats.get(w).scaling
+    rules = [rule for rule in formats.get(x).scaling.rules if known.knows(rule)]
+    if not rules:
+        raise ValueError(
+            f"no recipe has inputs in {x} and weights in {w}, which share no scale rule; name both "
+            f"formats, e.g. {w}:{w}"
+        )
+    return BlockScaling(x=x, w=w, g=x, scale_rule=rules[0], split_k=split_k)
 
 
 def _device(text: str) -> torch.device:

@@ -279,6 +279,10 @@ def test_models_have_the_sizes_of_their_projections(tmp_path):
         (["explain", "big"], "a shape is MxNxK"),
         (["explain", SHAPE, "--experts", "4", "--top-k", "8"], "at most experts, got 8 of 4"),
         (["explain", SHAPE, "--top-k", "2"], "experts and top_k go together"),
+        (
+            ["explain", SHAPE, "--fmt", "nvfp4"],
+            "no scale rule; name both formats, e.g. nvfp4:nvfp4",
+        ),
     ],
 )
 def test_wrong_uses_are_said_in_one_line(arguments, why, capsys, tmp_path, monkeypatch):
@@ -290,7 +294,10 @@ def test_wrong_uses_are_said_in_one_line(arguments, why, capsys, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
 
 
-@pytest.mark.parametrize("words", ["mxfp4", "fp8_e4m3_1x128:fp8_e4m3_1x128"])  # as tune has them
+FP8 = "fp8_e4m3_1x128"
+
+
+@pytest.mark.parametrize("words", ["mxfp4", f"{FP8}:{FP8}", "nvfp4:nvfp4"])  # as tune has them
 def test_explain_prints_the_choice(capsys, words):
     assert main(["explain", "4x64x96", "--fmt", words]) == 0
     said, recipe = capsys.readouterr().out, tune.recipe_of(words)
