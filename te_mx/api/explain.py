@@ -221,7 +221,8 @@ def explain_grouped(
         m_splits: rows of every group, a sequence of ints or an int tensor [groups].
         in_features, out_features: of every group.
         device: the CPU by default.
-        precision: as for `te_mx.gemm`; it matters on Hopper GPUs.
+        precision: as for `te_mx.gemm`; it matters on Hopper GPUs. dgrad and wgrad are "adaptive"
+            under "invariant" and "fp8", which are about forward.
         recipe: names the formats; None means E4M3 everywhere.
 
     Raises:
@@ -233,6 +234,8 @@ def explain_grouped(
     check_precision(precision, MAX_SPREAD)
     splits = _sizes(m_splits)
     sizes = sorted({split for split in splits if split}, reverse=True)
+    settings, many = resolve_recipe(recipe).settings, 1 << 10
+    backward = settings._replace(precision=precision).backward_precision
     details, names = [], {}
     for gemm, (m, k) in {
         "fprop": (out_features, in_features),
@@ -240,7 +243,8 @@ def explain_grouped(
     }.items():
         ran: list[str] = []
         layout = "TN" if gemm == "fprop" else "NN"
-        how = {"layout": layout, "device": where, "precision": precision}
+        how = {"layout": layout, "device": where}
+        how["precision"] = precision if gemm == "fprop" else backward
         for size in sizes:  # the largest group of every kernel
             found = explain(m=m, n=size, k=k, recipe=recipe, **how)  # type: ignore[arg-type]
             if found.kernel not in ran:
@@ -249,12 +253,11 @@ def explain_grouped(
         names[gemm] = " + ".join(ran) or ZERO_SIZE
     rows = max(splits, default=0)
     found = explain(
-        m=in_features, n=out_features, k=rows, device=where, precision=precision, layout="NT",
+        m=in_features, n=out_features, k=rows, device=where, precision=backward, layout="NT",
         recipe=recipe,
     )  # fmt: skip
     details.append((f"wgrad of a group of {rows} rows", found))
     note = ""
-    settings, many = resolve_recipe(recipe).settings, 1 << 10
     x, w = (f"{fmt}@any" for fmt in settings[:2])
     problem = Problem(
         "gemm_rows", place_of(where), x, w, many, many, many, len(splits), precision,

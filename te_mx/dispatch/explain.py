@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import Place, Problem
 from te_mx.dispatch.registry import choose, tuning
-from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
+from te_mx.dispatch.run import REFERENCE, ZERO_SIZE, why_refused
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ def explain_problem(
     ]
     if chosen.name != REFERENCE:
         declined.append((REFERENCE, "only runs what no native kernel takes"))
+    elif why_refused(problem):
+        notes += (f"te_mx refuses it at precision {problem.precision!r}, which no kernel has",)
     parts = chosen.parts(problem) if split_k else 1
     cut = f"k is cut into {parts} parts, added up in order (split_k)" if parts > 1 else ""
     note = "; ".join(filter(None, [*notes, chosen.note(problem), cut]))

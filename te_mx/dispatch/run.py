@@ -46,21 +46,31 @@ def run_on(
 def fall_back(kernel: Kernel, problem: Problem, *call: Any) -> Any:
     """The reference, said aloud: it was picked, or native code refuses all the same. Raises
     RuntimeError where that is a product at a precision that no kernel has."""
-    if problem.precision == INVARIANT and not problem.empty and problem.ends != "host":
-        raise RuntimeError(
-            f"te_mx: no kernel for {problem.op} of {problem.lhs} and {problem.rhs} on "
-            f"{problem.place.device} gives a row the same bits beside any others, which precision "
-            "'invariant' asks for; te_mx.explain says why each declines"
-        )
-    if problem.precision == ENCODED and not problem.empty and problem.ends != "host":
-        raise RuntimeError(
-            f"te_mx: {problem.op} of {problem.lhs} and {problem.rhs} has no kernel for precision "
-            "'fp8', which encodes NVFP4 anew in MXFP8, for products of NVFP4 with NVFP4 or an MX "
-            "format, not of groups; run it at precision 'adaptive'"
-        )
+    refused = why_refused(problem)
+    if refused:
+        raise RuntimeError(f"te_mx: {refused}")
     why = "" if kernel.name == REFERENCE else "the native code does not take this problem"
     _warn(problem, why)
     return reference(problem.op).run(*call)
+
+
+def why_refused(problem: Problem) -> str:
+    """Why the reference does not run a problem that no other kernel takes; "" where it does."""
+    if problem.empty or problem.ends == "host":
+        return ""
+    if problem.precision == INVARIANT:
+        return (
+            f"no kernel for {problem.op} of {problem.lhs} and {problem.rhs} on "
+            f"{problem.place.device} gives a row the same bits beside any others, which precision "
+            "'invariant' asks for; te_mx.explain says why each declines"
+        )
+    if problem.precision == ENCODED:
+        return (
+            f"{problem.op} of {problem.lhs} and {problem.rhs} has no kernel for precision "
+            "'fp8', which encodes NVFP4 anew in MXFP8, for products of NVFP4 with NVFP4 or an MX "
+            "format, not of groups; run it at precision 'adaptive'"
+        )
+    return ""
 
 
 def reference(op: str) -> Kernel:

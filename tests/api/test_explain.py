@@ -228,3 +228,24 @@ def test_sizes_under_a_recipe():
     assert grouped.wgrad == te_mx.explain(m=40, n=40, k=40, layout="NT").kernel
     with pytest.raises(ValueError, match="recipe names the formats of sizes"):
         te_mx.explain(A, B, recipe=recipe)
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+@pytest.mark.parametrize(("precision", "fmt"), [("fp8", "e4m3"), ("invariant", "mxfp6_e2m3")])
+def test_what_is_refused_is_said_before(precision, fmt):
+    A = te_mx.quantize(torch.ones(40, 64), fmt)
+    with pytest.raises(RuntimeError, match=f"precision '{precision}'"):
+        te_mx.gemm(A, A, precision=precision)
+    said = te_mx.explain(A, A, precision=precision)
+    assert said.note == f"te_mx refuses it at precision '{precision}', which no kernel has"
+    assert not te_mx.explain(A, A).note.startswith("te_mx refuses")
+
+
+def test_groups_at_precisions_of_forward():
+    """Backward of a layer does not have them, whatever the format."""
+    for precision in ("fp8", "invariant"):
+        sizes = {"in_features": 64, "out_features": 96, "recipe": "nvfp4"}
+        said = te_mx.explain_grouped([33, 2], precision=precision, **sizes)
+        usual = te_mx.explain_grouped([33, 2], **sizes)
+        assert (said.dgrad, said.wgrad) == (usual.dgrad, usual.wgrad)
+    assert te_mx.explain_grouped([33], precision="fp8", **sizes).fprop == "fp8"
