@@ -77,6 +77,17 @@ __device__ __forceinline__ float2 misses(const float (&v)[16], uint32_t largest,
   }
   return make_float2(of[0], of[1]);
 }
+// Whether a block of a row, or of a column, takes the larger one.
+template <bool kTries>
+__device__ __forceinline__ bool misses_less_by_four(const float (&v)[16], uint32_t largest,
+                                                    const Nvfp4Whole<kTries>& whole) {
+  if constexpr (kTries) {
+    const float2 of = misses(v, largest, whole);
+    return of.x < of.y;
+  } else {
+    return false;
+  }
+}
 __device__ __forceinline__ float2 added(float2 a, float2 b) {
   return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
 }

@@ -282,12 +282,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
         if (!to_rows || count[b] == 0) continue;
         if (row_to.scale_rows) whole = Nvfp4Whole<kTries>(q.row_amax + row, q.to);
-        if constexpr (kTries) {
-          if (!square) {
-            const float2 of = misses(v[b], largest[b], whole);
-            four = of.x < of.y;
-          }
-        }
+        if (kTries && !square) four = misses_less_by_four(v[b], largest[b], whole);
         const Nvfp4Block block(largest[b], whole, four);
         uint32_t out[8];
         const bool values = row_to.scales == nullptr;
@@ -375,12 +370,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       for (int b = 0; b < 2; ++b) {
         const int64_t mine = min(first + b, cols - 1);
         if (col_to.scale_rows) whole = Nvfp4Whole<kTries>(q.col_amax + mine, q.to);
-        if constexpr (kTries) {
-          if (!square) {
-            const float2 of = misses(v[b], largest[b], whole);
-            four = of.x < of.y;
-          }
-        }
+        if (kTries && !square) four = misses_less_by_four(v[b], largest[b], whole);
         const Nvfp4Block block(largest[b], whole, four);
         if (q.to.seed != nullptr) {
           const uint32_t* const words = s.words[warp] + two % 4;
