@@ -372,6 +372,7 @@ void bind_nvfp4(py::module_& m) {
       .field("scale", &Nvfp4Side::scale)
       .field("scale_rows", &Nvfp4Side::scale_rows)
       .field("transforms", &Nvfp4Side::transforms)
+      .field("by_32", &Nvfp4Side::by_32)
       .field("signs", &Nvfp4Side::signs)
       .add_to(m, "Nvfp4Side");
   Record<Nvfp4QuantizeArgs>()
@@ -384,9 +385,16 @@ void bind_nvfp4(py::module_& m) {
       .field("tries", &Nvfp4QuantizeArgs::tries)
       .field("narrow", &Nvfp4QuantizeArgs::narrow)
       .field("amax", &Nvfp4QuantizeArgs::amax)
+      .part("groups", &Nvfp4QuantizeArgs::groups, "groups_")
       .part("execution", &Nvfp4QuantizeArgs::execution, "")
       .add_to(m, "Nvfp4QuantizeArgs");
   bind_call(m, "nvfp4_quantize", nvfp4_quantize);
+  m.def("nvfp4_quantize_stacked", [](const Nvfp4QuantizeArgs& args,
+                                     const std::vector<uintptr_t>& xs) {
+    const std::vector<const void*> from = addresses(xs);
+    const DeviceScope scope(args.execution.device);
+    return number(nvfp4_quantize_stacked(args, from.data(), static_cast<int64_t>(from.size())));
+  });
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ from te_mx.backends.sm90.nvfp4 import (
     Rest,
 )
 from te_mx.dispatch import registry
-from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.calls import Groups, Quantize, QuantizeGroups, QuantizeWeights
 from te_mx.dispatch.linear import FrozenCall, Gate
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize, quantize
@@ -337,7 +337,7 @@ def test_many_rows_of_mxfp4_from_the_one_copy(precision, monkeypatch):
     assert (y - exact).norm() <= 4e-3 * exact.norm()
 
 
-TURNED = "nvfp4+rht16:0xd7e8d7e8"
+TURNED, WIDE = "nvfp4+rht16:0xd7e8d7e8", "nvfp4+rht32:0xd7e81234"
 BY_ROWS = ("rows", "rows"), ("rows", "cols")
 DIRECTIONS = [  # rows, columns, what is drawn, by which rule
     ("nvfp4", TURNED, None, "te"),
@@ -352,6 +352,9 @@ DIRECTIONS = [  # rows, columns, what is drawn, by which rule
     ("nvfp4", TURNED, None, "te_4over6"),
     ("nvfp4_16x16", "nvfp4_16x16", None, "te_4over6_mse_448"),
     ("nvfp4_rows", "nvfp4", 7, "te_4over6_448"),
+    ("nvfp4", WIDE, None, "te"),
+    (WIDE, WIDE, 5, "te"),
+    (WIDE, TURNED, None, "te_4over6"),
 ]
 
 
@@ -396,6 +399,102 @@ def test_quantized_to_the_bytes_of_the_specification(shape, dtype, directions):
                         ]
                     assert all(torch.equal(m, w) for m, w in parts)
                     assert torch.equal(made.tensor_scale, one.tensor_scale)
+
+
+def same_parts(made, one):
+    """Of values, in which a NaN may be any."""
+    codes = [part.codes for part in (made, one)]
+    if made.layout in SM90_VALUES:
+        codes = [part.view(BF16).nan_to_num(7) for part in codes]
+    assert torch.equal(*codes) and torch.equal(made.scales, one.scales)
+    assert torch.equal(made.tensor_scale, one.tensor_scale)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capacity"),
+    [((3, 0, 40, 17), 0), ((130, 0, 1, 260, 64), 0), ((1,) * 40, 0), ((9, 0, 140), 150)],
+    ids=str,
+)
+@pytest.mark.parametrize("lies", ["codes", "values"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(
+    ("row", "col", "drawn", "rule"),
+    [
+        ("nvfp4", TURNED, 5, "te"),
+        ("nvfp4", WIDE, None, "te"),
+        ("nvfp4_rows", "nvfp4", None, "te_4over6"),
+        ("nvfp4", "", None, "te"),
+        ("", TURNED, 11, "te"),
+    ],
+    ids=str,
+)
+def test_groups_are_quantized_as_each_alone(sizes, capacity, lies, dtype, row, col, drawn, rule):
+    starts = [i * capacity for i in range(len(sizes))]
+    if not capacity:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    rows = capacity * len(sizes) or ends[-1] + 19
+    x = wide((rows, 200), dtype)
+    outside = torch.ones(rows, dtype=torch.bool)
+    for start, end in zip(starts, ends, strict=True):
+        outside[start:end] = False
+    x[outside.cuda()] = torch.nan
+    layouts = ("rows", "grouped_cols") if lies == "codes" else [one.name for one in SM90_VALUES]
+    row, col = (
+        f"{one}@{layout}" if one else "" for one, layout in zip((row, col), layouts, strict=True)
+    )
+    seed = None if drawn is None else torch.tensor([drawn], device="cuda")
+    rule = rule if drawn is None else f"{rule}+sr"
+    for offs in (torch.tensor(ends), torch.tensor(ends, dtype=torch.int32, device="cuda")):
+        what = QuantizeGroups(x, Groups(offs, capacity), row, col, rule, False, seed)
+        problem = Problem(
+            "quantize_grouped", place_of(x.device), row, col, *x.shape, groups=len(sizes),
+            dtype=dtype, rule=rule,
+        )  # fmt: skip
+        assert nvfp4.HopperNvfp4Groups().accepts(problem) is None
+        whole = nvfp4.quantize_groups(what)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            parts = [part and part.group(start, end, i) for part in whole[:2]]
+            specs = [part.spec if part else "" for part in parts]
+            if start == end:
+                assert not any(part and part.tensor_scale.ne(1).any() for part in parts)
+                continue
+            one = Quantize(x[start:end], *specs, rule, seed=seed, first=start)
+            for made, wanted in zip(parts, reference.quantize(one)[:2], strict=True):
+                assert (made is None) == (wanted is None)
+                if made is not None:
+                    same_parts(made, wanted)
+        for part in whole[:2]:
+            assert part is None or not part.codes[outside.cuda()].any()
+        if whole.row is not None and lies == "codes":
+            assert not whole.row.scales[outside.cuda()].any()
+        if whole.col is not None and lies == "codes":
+            used = [
+                s // 16 + i + j for i, s in enumerate(starts) for j in range(-(-sizes[i] // 16))
+            ]
+            free = [i for i in range(len(whole.col.scales)) if i not in used]
+            assert not whole.col.scales[free].any()
+
+
+@pytest.mark.parametrize("shape", [(3, 128, 64), (70, 16, 48), (5, 200, 136)], ids=str)
+@pytest.mark.parametrize("lies", ["codes", "values"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_16x16", WIDE])
+@pytest.mark.parametrize("one", [True, False])
+def test_weights_of_groups_are_quantized_as_each_alone(shape, lies, fmt, one):
+    x = wide((shape[0] * shape[1], shape[2]), BF16).view(shape)
+    layouts = ("rows", "cols") if lies == "codes" else [layout.name for layout in SM90_VALUES]
+    specs = [f"{fmt}@{layout}" for layout in layouts]
+    problem = Problem(
+        "quantize_weights", place_of(x.device), *specs, *shape[1:], groups=shape[0], dtype=BF16,
+        rule="te",
+    )  # fmt: skip
+    assert nvfp4.HopperNvfp4Weights().accepts(problem) is None
+    weights = x if one else [part.clone() for part in x]
+    made = nvfp4.quantize_weights(QuantizeWeights(weights, *specs, "te"))
+    for i, part in enumerate(x):
+        wanted = reference.quantize(Quantize(part, *specs, "te"))
+        for side, other in zip(made, wanted[:2], strict=True):
+            same_parts(side.group(i), other)
 
 
 @pytest.mark.usefixtures("direct")

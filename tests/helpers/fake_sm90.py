@@ -31,6 +31,7 @@ from fake_sm90_nvfp4 import (  # noqa: F401
     nvfp4_multiply_workspace,
     nvfp4_product,
     nvfp4_quantize,
+    nvfp4_quantize_stacked,
     nvfp4_to_values,
     nvfp4_workspace,
 )

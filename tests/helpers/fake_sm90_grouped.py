@@ -39,6 +39,7 @@ from fake_sm90 import (  # noqa: F401
     nvfp4_multiply_workspace,
     nvfp4_product,
     nvfp4_quantize,
+    nvfp4_quantize_stacked,
     nvfp4_to_values,
     nvfp4_workspace,
     pack,

@@ -11,7 +11,8 @@ from te_mx import formats
 from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
 from te_mx.formats.hadamard import Hadamard
 from te_mx.formats.stochastic import random_bits
-from te_mx.layouts.plain import COLS, ROWS
+from te_mx.layouts.operand import Operand, Stack, stacked
+from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
 
 
 class _Record:
@@ -23,6 +24,7 @@ class _Record:
         self.tries, self.narrow = 0, False
         self.row_k_first = self.col_k_first = False
         self.scale_rows = self.square = self.row_transforms = self.col_transforms = False
+        self.groups = None
         self.__dict__.update(fields)
 
     def copy(self, **fields):
@@ -35,7 +37,7 @@ class Nvfp4QuantizeArgs(_Record):
 
 class Nvfp4Args(_Record):
     gate = ldgate = bias = workspace_bytes = factors = 0
-    groups, quantizes, activates, x_act, mx = None, False, False, 3, False
+    quantizes, activates, x_act, mx = False, False, 3, False
 
 
 class Nvfp4FinishArgs(_Record):
@@ -52,39 +54,84 @@ def _format(args, side: str) -> formats.Format:
     name = "nvfp4_16x16" if args.square else "nvfp4"
     name = "nvfp4_rows" if getattr(args, f"{side}_scale_rows", False) else name
     if getattr(args, f"{side}_transforms"):
-        name += f"+{Hadamard(16, getattr(args, f'{side}_signs'))}"
+        size = 32 if getattr(args, f"{side}_by_32") else 16
+        name += f"+{Hadamard(size, getattr(args, f'{side}_signs'))}"
     return formats.get(name)
 
 
-def nvfp4_quantize(args) -> int:
+def _quantized(args, x: Tensor, random: Tensor | None, side: str) -> Operand:
+    """One direction of one matrix, in the layout that its record asks for."""
+    rule = "te" + ("", "_4over6", "_4over6_mse")[args.tries]
+    rule += "_448" if args.tries and not args.narrow else ""
+    rule += "" if random is None else "+sr"
+    if side == "col":
+        x, random = x.t().contiguous(), None if random is None else random.t().contiguous()
+    fmt, layout = _format(args, side), ROWS
+    if not getattr(args, f"{side}_scales"):
+        layout = SM90_VALUES[side == "col"]
+    elif getattr(args, f"{side}_k_first"):
+        layout = COLS
+    codes, scales, whole = fmt.quantize(x, rule, random)
+    parts = layout.pack(fmt, codes, scales, x.shape[1])
+    return Operand(*parts, f"{fmt.name}@{layout.name}", *x.shape, None, whole)
+
+
+def _input(args) -> tuple[Tensor, Tensor | None]:
+    """x, and random words of its elements."""
     from fake_sm90 import _DTYPES, at
 
     (rows, cols), stride = (args.x_rows, args.x_cols), args.x_row_stride
     x = at(args.x_data, ((rows - 1) * stride + cols,), _DTYPES[args.x_dtype])
-    x, random = x.as_strided((rows, cols), (stride, 1)), None
-    rule = "te" + ("", "_4over6", "_4over6_mse")[args.tries]
-    rule += "_448" if args.tries and not args.narrow else ""
-    if args.seed:
-        seed = at(args.seed, (1,), torch.int64)
-        rule, random = f"{rule}+sr", random_bits(seed, *x.shape, args.first)
+    x = x.as_strided((rows, cols), (stride, 1))
+    if not args.seed:
+        return x, None
+    return x, random_bits(at(args.seed, (1,), torch.int64), *x.shape, args.first)
 
-    def turned(one: Tensor | None) -> Tensor | None:
-        return None if one is None else one.t().contiguous()
 
-    for side, of_side, bits in (("row", x, random), ("col", turned(x), turned(random))):
-        if not (place := getattr(args, f"{side}_codes")):
+def _write(args, side: str, made: Operand | Stack) -> None:
+    from fake_sm90 import at
+
+    at(getattr(args, f"{side}_codes"), tuple(made.codes.shape)).copy_(made.codes)
+    if scales := getattr(args, f"{side}_scales"):
+        at(scales, tuple(made.scales.shape)).copy_(made.scales)
+    whole = made.tensor_scale
+    at(getattr(args, f"{side}_scale"), tuple(whole.shape), torch.float32).copy_(whole)
+
+
+def nvfp4_quantize(args) -> int:
+    (x, random), sides = _input(args), ("row", "col")
+    for side in sides:
+        if not getattr(args, f"{side}_codes"):
             continue
-        fmt = _format(args, side)
-        codes, scales, whole = fmt.quantize(of_side, rule, bits)
-        if scales_at := getattr(args, f"{side}_scales"):
-            if getattr(args, f"{side}_k_first"):
-                codes, scales = COLS.pack(fmt, codes, scales, of_side.shape[1])
-            at(scales_at, tuple(scales.shape)).copy_(scales)
-        else:
-            values = SM90_VALUES[side == "col"]
-            codes, _ = values.pack(fmt, codes, scales, of_side.shape[1])
-        at(place, tuple(codes.shape)).copy_(codes)
-        at(getattr(args, f"{side}_scale"), tuple(whole.shape), torch.float32).copy_(whole)
+        if args.groups is None:
+            _write(args, side, _quantized(args, x, random, side))
+            continue
+        from fake_sm90_grouped import bounds_of
+
+        fmt, sizes = _format(args, side), x.shape if side == "row" else x.shape[::-1]
+        layout = GROUPED_COLS if side == "col" else ROWS
+        if not getattr(args, f"{side}_scales"):
+            layout = SM90_VALUES[side == "col"]
+        parts = layout.grouped_empty(fmt, *sizes, args.groups.count, x.device)
+        shape = fmt.tensor_scale_shape(sizes[0]) or (args.groups.count,)
+        spec, whole = f"{fmt.name}@{layout.name}", torch.ones(shape)
+        made = Operand(*(part.zero_() for part in parts), spec, *sizes, None, whole)
+        for i, (start, end) in enumerate(zip(*bounds_of(args.groups), strict=True)):
+            if start < end:
+                bits = None if random is None else random[start:end]
+                one = _quantized(args, x[start:end], bits, side)
+                layout.put_group(made, one, start, end, i)
+                whole[slice(start, end) if whole.dim() == 2 else i] = one.tensor_scale
+        _write(args, side, made)
+    return 0
+
+
+def nvfp4_quantize_stacked(args, addresses) -> int:
+    assert not args.seed
+    for side in ("row", "col"):
+        if getattr(args, f"{side}_codes"):
+            inputs = (_input(args.copy(x_data=at))[0] for at in addresses)
+            _write(args, side, stacked([_quantized(args, x, None, side) for x in inputs]))
     return 0
 
 

@@ -103,6 +103,7 @@ struct Nvfp4Side {
   float* scale = nullptr;   // of the tensor
   bool scale_rows = false;  // or of each row
   bool transforms = false;  // whole chunks of 16, with bit k mod 32 of the signs
+  bool by_32 = false;       // or of 32
   int64_t signs = 0;
 };
 
@@ -120,9 +121,16 @@ struct Nvfp4QuantizeArgs {
   Nvfp4Tries tries = Nvfp4Tries::none;
   bool narrow = false;       // where the largest block scale is 256
   uint32_t* amax = nullptr;  // scratch: a word for every tensor scale of a row, and of a column
+  // Of rows of x: blocks, transforms and tensor scales are those of each alone, [count], 1 of one
+  // without rows. Columns lie as x does, those of codes as in layout "grouped_cols"; what belongs
+  // to no group is 0.
+  Groups groups;
   Execution execution;
 };
 Status nvfp4_quantize(const Nvfp4QuantizeArgs& args);
+// The same of matrices [rows, cols] at these addresses, whose results lie behind each other.
+// Columns lie as the matrices do; nothing is rounded stochastically.
+Status nvfp4_quantize_stacked(const Nvfp4QuantizeArgs& args, const void* const* xs, int64_t count);
 
 // out[m, n] = (of_lhs * of_rhs) * sums + bias + out, in this order and in fp32, rounded: the end of
 // a product of what tensor scales multiply. Compact; `out` is added where that is asked for.

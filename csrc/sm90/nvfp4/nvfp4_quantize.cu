@@ -6,52 +6,44 @@
 // 64 columns, each of its warps 16 rows, so that blocks of both directions are a warp's own: it
 // reads rows, a lane 16 adjacent elements of two of them, and columns, a lane two of them, from
 // shared memory. Codes of columns of all warps leave together, for whole sectors.
+//
+// Instances of kMore: rows in groups, or several matrices, whose tiles, blocks and scales begin
+// anew with each; transforms of 32, of which a lane beside has the other half of a row, and a warp
+// beside the other half of a column.
+#include <algorithm>
+
 #include "common/formats.h"
 #include "common/launch.h"
 #include "common/numbers.cuh"
 #include "mxtile/sm90/convert.cuh"
-#include "nvfp4/nvfp4_blocks.cuh"
 #include "nvfp4/nvfp4_operand.cuh"
-#include "te_mx/sm90_nvfp4.h"
+#include "nvfp4/nvfp4_parts.cuh"
+#include "nvfp4/nvfp4_turn.cuh"
 
 namespace te_mx::sm90 {
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kDown = 16 * kWarps, kAcross = 64;
-
-struct Nvfp4Quantize {
-  Nvfp4QuantizeArgs to;
-  uint32_t* row_amax;
-  uint32_t* col_amax;  // the same where they are the same
-  bool vectors;        // rows start at whole 16 bytes
-  bool only_amax;
-  bool row_words, col_words;  // as do those of results, of which whole vectors are written
-};
-
 struct Nvfp4Smem {
-  float signs[2][32];                       // of transforms: of rows, of columns
-  uint32_t largest[2];                      // of all warps
-  alignas(16) uint8_t scales[64 * kWarps];  // of columns
+  float signs[2][32];                            // of transforms: of rows, of columns
+  uint32_t largest[2];                           // of all warps
+  alignas(16) uint8_t scales[64 * kNvfp4Warps];  // of columns
   // Of a warp: 16 x 64 numbers, their groups of four turned so that rows and columns meet all
   // banks. Then the columns of all.
-  alignas(16) float x[kWarps][16 * kAcross];
+  alignas(16) float x[kNvfp4Warps][16 * kNvfp4Across];
   // 16 x 64 times 16 random bits. Last: of those that draw none, there is no room.
-  alignas(16) uint32_t words[kWarps][16 * kAcross / 2];
+  alignas(16) uint32_t words[kNvfp4Warps][16 * kNvfp4Across / 2];
 };
 
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
-
 // Sixteen numbers side by side, of which `count` exist; the others are 0.
-__device__ __forceinline__ void load_block(const Nvfp4Quantize& q, int64_t row, int64_t col,
-                                           int count, float (&v)[16]) {
+__device__ __forceinline__ void load_block(const Nvfp4Quantize& q, const void* data, int64_t row,
+                                           int64_t col, int count, float (&v)[16]) {
   const Matrix& x = q.to.x;
   const int64_t at = row * x.row_stride + col;
   if (count < 16 || !q.vectors) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = i < count ? load_number(x.data, at + i, x.dtype) : 0.0f;
+    for (int i = 0; i < 16; ++i) v[i] = i < count ? load_number(data, at + i, x.dtype) : 0.0f;
   } else if (x.dtype == DType::f32) {
-    const auto* const from =
-        reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at);
+    const auto* const from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + at);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float4 w = __ldg(from + i);
@@ -59,7 +51,7 @@ __device__ __forceinline__ void load_block(const Nvfp4Quantize& q, int64_t row, 
     }
   } else {
     const auto* const from =
-        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x.data) + at);
+        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + at);
     const uint4 w[2] = {__ldg(from), __ldg(from + 1)};
     const uint32_t words[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
     const bool bf16 = x.dtype == DType::bf16;
@@ -71,83 +63,6 @@ __device__ __forceinline__ void load_block(const Nvfp4Quantize& q, int64_t row, 
       v[2 * i] = two.x, v[2 * i + 1] = two.y;
     }
   }
-}
-
-// The transform of formats/hadamard.py in two parts: all sums but the last ones, these and what
-// follows, rounded to the dtype of x.
-__device__ __forceinline__ void begin_turn(float (&v)[16], const float* signs) {
-#pragma unroll
-  for (int i = 0; i < 16; i += 2) {
-    // Products with signs are exact.
-    const float a = __fmul_rn(v[i], signs[i]), b = v[i + 1], sign = signs[i + 1];
-    v[i] = __fmaf_rn(b, sign, a), v[i + 1] = __fmaf_rn(-b, sign, a);
-  }
-#pragma unroll
-  for (int h = 2; h < 8; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (i & h) continue;
-      const float a = v[i], b = v[i + h];
-      v[i] = __fadd_rn(a, b), v[i + h] = __fsub_rn(a, b);
-    }
-  }
-}
-__device__ __forceinline__ float2 rounded(float a, float b, DType dtype) {
-  if (dtype == DType::bf16) {
-    const auto two = as<uint32_t>(__floats2bfloat162_rn(a, b));
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
-  }
-  return dtype == DType::f16 ? __half22float2(__floats2half2_rn(a, b)) : make_float2(a, b);
-}
-__device__ __forceinline__ void end_turn(float (&v)[16], DType dtype) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float a = v[i], b = v[i + 8];
-    v[i] = __fadd_rn(a, b), v[i + 8] = __fsub_rn(a, b);
-  }
-#pragma unroll
-  for (int i = 0; i < 16; i += 2) {
-    const float2 two = rounded(__fmul_rn(v[i], transform_factor(16)),
-                               __fmul_rn(v[i + 1], transform_factor(16)), dtype);
-    v[i] = two.x, v[i + 1] = two.y;
-  }
-}
-__device__ __forceinline__ void turn(float (&v)[16], const float* signs, DType dtype) {
-  begin_turn(v, signs);
-  end_turn(v, dtype);
-}
-
-// NaN and Inf come on top.
-__device__ __forceinline__ uint32_t largest_of(const float (&v)[16]) {
-  float largest = v[0];
-#pragma unroll
-  for (int i = 1; i < 16; ++i) largest = tile::max_magnitude(largest, v[i]);
-  return magnitude(largest);
-}
-// Without these.
-__device__ __forceinline__ uint32_t largest_finite(const float (&v)[16]) {
-  const uint32_t largest = largest_of(v);
-  if (largest < kInfinite) return largest;
-  uint32_t most = 0;
-#pragma unroll
-  for (const float one : v)
-    if (magnitude(one) < kInfinite) most = max(most, magnitude(one));
-  return most;
-}
-
-// The same after a transform. The larger magnitude of a sum and a difference is the sum of
-// magnitudes, and what follows keeps the order.
-__device__ __forceinline__ uint32_t largest_turned(float (&v)[16], const float* signs,
-                                                   DType dtype) {
-  begin_turn(v, signs);
-  float most = __fadd_rn(fabsf(v[0]), fabsf(v[8]));
-#pragma unroll
-  for (int i = 1; i < 8; ++i)
-    most = tile::max_magnitude(most, __fadd_rn(fabsf(v[i]), fabsf(v[i + 8])));
-  const uint32_t largest = magnitude(rounded(__fmul_rn(most, transform_factor(16)), 0.0f, dtype).x);
-  if (largest < kInfinite) return largest;
-  end_turn(v, dtype);
-  return largest_finite(v);
 }
 
 // n bytes of words, of which all exist where rows are vectors.
@@ -167,9 +82,8 @@ __device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, 
     if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
 }
 
-template <bool kTries>
-__global__ void __launch_bounds__(kThreads, 3)
-    nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
+template <bool kTries, bool kMore>
+__device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp4Parts& parts) {
   extern __shared__ __align__(16) uint8_t room[];
   Nvfp4Smem& s = *reinterpret_cast<Nvfp4Smem*>(room);
   const Nvfp4Side &row_to = q.to.row, &col_to = q.to.col;
@@ -186,10 +100,20 @@ __global__ void __launch_bounds__(kThreads, 3)
   tile::await_predecessors();
   // NOTE: codes begin where magnitudes ended, with what L2 still has.
   const int64_t tile_at = q.only_amax ? int64_t{blockIdx.x} : int64_t{gridDim.x} - 1 - blockIdx.x;
-  const int64_t tiles = (q.to.x.cols + kAcross - 1) / kAcross;
-  const int64_t row0 = tile_at / tiles * kDown + 16 * warp, col0 = tile_at % tiles * kAcross;
-  const int64_t rows = q.to.x.rows, cols = q.to.x.cols;
+  const int64_t tiles = (q.to.x.cols + kNvfp4Across - 1) / kNvfp4Across;
+  const int64_t cols = q.to.x.cols, col0 = tile_at % tiles * kNvfp4Across;
+  Nvfp4Part part{q.to.x.data, tile_at / tiles * kNvfp4Down, 0, q.to.x.rows, 0, 0, 0};
+  if constexpr (kMore) {
+    if (parts.groups.count > 0 || parts.matrices > 0) {
+      if (parts.matrices == 0 && !q.only_amax)
+        clear_rows(q, parts.groups, tile_at / tiles * kNvfp4Down, col0);
+      if (!find_part(q, parts, tile_at / tiles, part)) return;
+    }
+  }
+  const int64_t row0 = part.down + 16 * warp, rows = part.rows;  // of the part
   const int64_t row_blocks = (cols + 15) / 16, col_blocks = (rows + 15) / 16;
+  uint32_t* const row_amax = q.row_amax + (row_to.scale_rows ? part.begin : part.group);
+  uint32_t* const col_amax = q.col_amax + part.group;
   // Whether columns are those of the numbers, of which rows told the largest.
   const bool looks_at_cols = to_cols && (!q.only_amax || q.col_amax != q.row_amax || !to_rows);
 
@@ -213,14 +137,14 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int b = 0; b < 2; ++b) {
       const int64_t row = row0 + r + 8 * b;
       count[b] = row < rows ? static_cast<int>(max(int64_t{0}, min(int64_t{16}, cols - col))) : 0;
-      load_block(q, row, col, count[b], v[b]);
+      load_block(q, part.x, row, col, count[b], v[b]);
     }
     if (looks_at_cols) {
       // Groups of four go to 4c + (j ^ turned).
       const int turned = (lane % 4 / 2 * 2) ^ (r & 1);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        float4* const to = reinterpret_cast<float4*>(x + (r + 8 * b) * kAcross + c);
+        float4* const to = reinterpret_cast<float4*>(x + (r + 8 * b) * kNvfp4Across + c);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           to[j ^ turned] =
@@ -231,7 +155,21 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       if (!to_rows) continue;
-      const bool turns = row_to.transforms && count[b] == 16;
+      bool turns = row_to.transforms && count[b] == 16;
+      if constexpr (kMore) {
+        if (row_to.by_32) {
+          turns = turns && (cols - col0) / 32 > c / 32;
+          float t[16];
+#pragma unroll
+          for (int i = 0; i < 16; ++i) t[i] = v[b][i];
+          half_turn(t, s.signs[0] + c % 32);
+          join_halves(t, lane % 2 == 0, q.to.x.dtype,
+                      [&](int i) { return __shfl_xor_sync(~0u, t[i], 1); });
+#pragma unroll
+          for (int i = 0; i < 16; ++i) v[b][i] = turns ? t[i] : v[b][i];
+          turns = false;
+        }
+      }
       largest[b] = look(v[b], turns ? s.signs[0] + c % 32 : nullptr);
     }
     if (q.only_amax) {
@@ -240,8 +178,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         for (int b = 0; b < 2; ++b) {
           largest[b] = max(largest[b], __shfl_xor_sync(~0u, largest[b], 1));
           largest[b] = max(largest[b], __shfl_xor_sync(~0u, largest[b], 2));
-          if (lane % 4 == 0 && largest[b] != 0)
-            atomicMax(q.row_amax + row0 + r + 8 * b, largest[b]);
+          if (lane % 4 == 0 && largest[b] != 0) atomicMax(row_amax + row0 + r + 8 * b, largest[b]);
         }
       } else if (to_rows) {
         const uint32_t most = __reduce_max_sync(~0u, max(largest[0], largest[1]));
@@ -258,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       bool four = false;
       if constexpr (kTries) {
         if (square && to_rows) {
-          const Nvfp4Whole<kTries> all(q.row_amax, q.to);
+          const Nvfp4Whole<kTries> all(row_amax, q.to);
           float2 of = added(misses(v[0], largest[0], all), misses(v[1], largest[0], all));
           for (int other = 16; other > 2; other /= 2) of = shared_misses(of, other);
           four = of.x < of.y;
@@ -266,13 +203,13 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       const bool random = q.to.seed != nullptr;
       const uint2 key = random ? key_of(q.to.seed) : make_uint2(0, 0);
-      Nvfp4Whole<kTries> whole(to_rows ? q.row_amax : q.col_amax, q.to);
+      Nvfp4Whole<kTries> whole(to_rows ? row_amax : col_amax, q.to);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t row = row0 + r + 8 * b;
         uint4 drawn[2][1];
         if (random) {
-          const auto at = static_cast<uint32_t>(q.to.first + row);
+          const auto at = static_cast<uint32_t>(q.to.first + part.begin + row);
           draw(drawn[0], at, col, key);
           draw(drawn[1], at, col + 8, key);
           if (to_cols) {
@@ -281,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         }
         if (!to_rows || count[b] == 0) continue;
-        if (row_to.scale_rows) whole = Nvfp4Whole<kTries>(q.row_amax + row, q.to);
+        if (row_to.scale_rows) whole = Nvfp4Whole<kTries>(row_amax + row, q.to);
         if (kTries && !square) four = misses_less_by_four(v[b], largest[b], whole);
         const Nvfp4Block block(largest[b], whole, four);
         uint32_t out[8];
@@ -296,47 +233,69 @@ __global__ void __launch_bounds__(kThreads, 3)
           make_codes<false>(
               out, v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
         }
-        uint8_t* const to = row_to.codes + row * (values ? 2 * cols : (cols + 1) / 2);
+        uint8_t* const to =
+            row_to.codes + (part.begin + row) * (values ? 2 * cols : (cols + 1) / 2);
         if (values) {
           put<8>(to + 2 * col, out, 2 * count[b], q.row_words);
         } else {
           put<2>(to + col / 2, out, (count[b] + 1) / 2, q.row_words);
           if (!square || row % 16 == 0)
-            row_to.scales[(square ? row / 16 : row) * row_blocks + col / 16] =
-                static_cast<uint8_t>(block.byte);
+            row_to.scales[(square ? part.row_blocks + row / 16 : part.begin + row) * row_blocks +
+                          col / 16] = static_cast<uint8_t>(block.byte);
         }
         if (col == 0 && (row_to.scale_rows || row == 0))
-          row_to.scale[row_to.scale_rows ? row : 0] = whole.decode;
+          row_to.scale[row_to.scale_rows ? part.begin + row : part.group] = whole.decode;
       }
     }
   }
 
   // ---------------------------------------------------------------------------------- columns
   if (looks_at_cols) {
-    __syncwarp();
+    if (kMore && col_to.by_32) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
     const int two = lane;  // columns 2 * two and the one after it
     const int64_t first = col0 + 2 * two;
     float v[2][16];
-    {
-      const float2* const from = reinterpret_cast<const float2*>(x);
+    const auto take = [two](const float* of, float (&to)[2][16]) {
+      const float2* const from = reinterpret_cast<const float2*>(of);
       const int group = two / 2 ^ (two / 16 * 2), half = two % 2;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const float2 pair = from[i * (kAcross / 2) + 2 * (group ^ (i & 1)) + half];
-        v[0][i] = pair.x, v[1][i] = pair.y;
+        const float2 pair = from[i * (kNvfp4Across / 2) + 2 * (group ^ (i & 1)) + half];
+        to[0][i] = pair.x, to[1][i] = pair.y;
+      }
+    };
+    take(x, v);
+    bool turned = !col_to.transforms;
+    if constexpr (kMore) {
+      if (col_to.by_32) {
+        turned = true;
+        if (row0 / 32 * 32 + 32 <= rows) {
+          float other[2][16];
+          take(s.x[warp ^ 1], other);
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            half_turn(v[b], s.signs[1] + row0 % 32),
+                half_turn(other[b], s.signs[1] + (row0 % 32 ^ 16));
+            join_halves(v[b], row0 % 32 == 0, q.to.x.dtype, [&](int i) { return other[b][i]; });
+          }
+        }
       }
     }
     uint32_t largest[2];
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const bool turns = col_to.transforms && row0 + 16 <= rows;
+      const bool turns = !turned && row0 + 16 <= rows;
       largest[b] = look(v[b], turns ? s.signs[1] + row0 % 32 : nullptr);
     }
     if (q.only_amax) {
       if (col_to.scale_rows) {
 #pragma unroll
         for (int b = 0; b < 2; ++b)
-          if (largest[b] != 0) atomicMax(q.col_amax + first + b, largest[b]);
+          if (largest[b] != 0) atomicMax(col_amax + first + b, largest[b]);
       } else {
         const uint32_t most = __reduce_max_sync(~0u, max(largest[0], largest[1]));
         if (lane == 0) atomicMax(&s.largest[1], most);
@@ -350,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         largest[0] = largest[1] = most;
       }
       const bool values = col_to.scales == nullptr;
-      Nvfp4Whole<kTries> whole(q.col_amax, q.to);
+      Nvfp4Whole<kTries> whole(col_amax, q.to);
       bool four = false;
       if constexpr (kTries) {
         if (square) {
@@ -369,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int64_t mine = min(first + b, cols - 1);
-        if (col_to.scale_rows) whole = Nvfp4Whole<kTries>(q.col_amax + mine, q.to);
+        if (col_to.scale_rows) whole = Nvfp4Whole<kTries>(col_amax + mine, q.to);
         if (kTries && !square) four = misses_less_by_four(v[b], largest[b], whole);
         const Nvfp4Block block(largest[b], whole, four);
         if (q.to.seed != nullptr) {
@@ -383,22 +342,23 @@ __global__ void __launch_bounds__(kThreads, 3)
               out[b], v[b], block, values, [](int) { return 0u; }, [](int) { return 0u; });
         }
         byte[b] = static_cast<uint8_t>(block.byte);
-        s.scales[(2 * two + b) * kWarps + warp] = byte[b];
+        s.scales[(2 * two + b) * kNvfp4Warps + warp] = byte[b];
         if (row0 == 0 && first + b < cols && (col_to.scale_rows || first + b == 0))
-          col_to.scale[col_to.scale_rows ? mine : 0] = whole.decode;
+          col_to.scale[col_to.scale_rows ? mine : part.group] = whole.decode;
       }
       if (values || col_to.k_first) {
         // As x lies.
         if (first >= cols) return;
         const bool both = first + 1 < cols;
         if (!values && row0 < rows && !(square && first % 16 != 0)) {
-          uint8_t* const to = col_to.scales + row0 / 16 * (square ? row_blocks : cols);
+          uint8_t* const to =
+              col_to.scales + (part.col_blocks + row0 / 16) * (square ? row_blocks : cols);
 #pragma unroll
           for (int b = 0; b < 2; ++b)
             if (b == 0 || (both && !square)) to[square ? first / 16 : first + b] = byte[b];
         }
         const auto there = static_cast<int>(max(int64_t{0}, min(int64_t{16}, rows - row0)));
-        const int64_t at = row0 * cols + first;
+        const int64_t at = (part.begin + row0) * cols + first;
         if (values) {
           auto* to = reinterpret_cast<uint16_t*>(col_to.codes) + at;
 #pragma unroll
@@ -433,7 +393,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         *reinterpret_cast<uint2*>(to + warp % 2 * 8) = make_uint2(out[b][0], out[b][1]);
       }
       __syncthreads();
-      const int64_t down = tile_at / tiles * kDown, ld = (rows + 1) / 2;
+      const int64_t down = tile_at / tiles * kNvfp4Down, ld = (rows + 1) / 2;
       {
         const int at = static_cast<int>(threadIdx.x) / 4, part = threadIdx.x % 4;
         const uint8_t* const from = all + at / 2 * 128 + 16 * (4 * (at % 2) + part ^ (at / 2 & 7));
@@ -446,15 +406,16 @@ __global__ void __launch_bounds__(kThreads, 3)
           for (int j = 0; j < left; ++j) to[j] = from[j];
         }
       }
-      if (threadIdx.x < kAcross && col0 + threadIdx.x < cols &&
+      if (threadIdx.x < kNvfp4Across && col0 + threadIdx.x < cols &&
           !(square && threadIdx.x % 16 != 0)) {
         const int64_t mine = col0 + threadIdx.x, start = down / 16;
         uint8_t* const to = col_to.scales + (square ? mine / 16 : mine) * col_blocks + start;
-        const uint8_t* const from = s.scales + threadIdx.x * kWarps;
-        if (col_blocks % kWarps == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+        const uint8_t* const from = s.scales + threadIdx.x * kNvfp4Warps;
+        if (col_blocks % kNvfp4Warps == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
           *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
         } else {
-          for (int64_t j = 0; j < min(int64_t{kWarps}, col_blocks - start); ++j) to[j] = from[j];
+          for (int64_t j = 0; j < min(int64_t{kNvfp4Warps}, col_blocks - start); ++j)
+            to[j] = from[j];
         }
       }
     }
@@ -463,10 +424,22 @@ __global__ void __launch_bounds__(kThreads, 3)
   __syncthreads();
   // Most are not larger than what is there.
   if (threadIdx.x < 2) {
-    uint32_t* const amax = threadIdx.x == 0 ? q.row_amax : q.col_amax;
+    uint32_t* const amax = threadIdx.x == 0 ? row_amax : col_amax;
     const uint32_t mine = s.largest[threadIdx.x];
     if (mine > __ldcg(amax)) atomicMax(amax, mine);
   }
+}
+
+template <bool kTries>
+__global__ void __launch_bounds__(kNvfp4Threads, 3)
+    nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
+  quantize_part<kTries, false>(q, Nvfp4Parts{});
+}
+template <bool kTries>
+__global__ void __launch_bounds__(kNvfp4Threads, 2)
+    nvfp4_quantize_parts(const __grid_constant__ Nvfp4Quantize q,
+                         const __grid_constant__ Nvfp4Parts parts) {
+  quantize_part<kTries, true>(q, parts);
 }
 
 constexpr bool is_wanted(const Nvfp4Side& side) { return side.codes != nullptr; }
@@ -476,25 +449,39 @@ bool starts_at(const void* at, int64_t row_bytes, int64_t bytes) {
          row_bytes % bytes == 0;
 }
 
-}  // namespace
-
-Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
+// Whether the record asks for nothing that this does not make.
+Status check(const Nvfp4QuantizeArgs& a, bool parts) {
   const Matrix& x = a.x;
-  if (x.data == nullptr || x.rows < 1 || x.cols < 1 || !known(x.dtype) || a.amax == nullptr)
-    return Status::bad_argument;
+  if (x.rows < 1 || x.cols < 1 || !known(x.dtype) || a.amax == nullptr) return Status::bad_argument;
   for (const Nvfp4Side* side : {&a.row, &a.col})
     if (is_wanted(*side) && side->scale == nullptr) return Status::bad_argument;
   if (!is_wanted(a.row) && !is_wanted(a.col)) return Status::bad_argument;
-  const int64_t tiles = (x.cols + kAcross - 1) / kAcross * ((x.rows + kDown - 1) / kDown);
-  if (x.col_stride != 1 || tiles > INT32_MAX) return Status::unsupported;
-  const int64_t of_rows = a.row.scale_rows ? x.rows : 1, of_cols = a.col.scale_rows ? x.cols : 1;
+  if (x.col_stride != 1) return Status::unsupported;
+  // Columns of parts lie as x does.
+  const bool lies = a.col.scales == nullptr || a.col.k_first;
+  return !parts || !is_wanted(a.col) || (lies && !a.col.scale_rows) ? Status::ok
+                                                                    : Status::unsupported;
+}
+
+// Of `count` groups or matrices, `matrices` of `rows` rows each, or 1: `tiles` of rows a launch.
+Status run(const Nvfp4QuantizeArgs& a, int64_t count, Nvfp4Parts* parts, const void* const* xs) {
+  const Matrix& x = a.x;
+  const int64_t across = (x.cols + kNvfp4Across - 1) / kNvfp4Across,
+                down = (x.rows + kNvfp4Down - 1) / kNvfp4Down;
+  const bool stack = xs != nullptr;
+  const int64_t rows = stack ? count * x.rows : x.rows;
+  const int64_t of_rows = a.row.scale_rows ? rows : count,
+                of_cols = a.col.scale_rows ? x.cols : count;
   const auto plain = [](const Nvfp4Side& side) { return !side.transforms && !side.scale_rows; };
   const bool alike = plain(a.row) && plain(a.col);
   const int64_t bytes = x.dtype == DType::f32 ? 4 : 2;
+  bool vectors = starts_at(x.data, x.row_stride * bytes, 16);
+  for (int64_t i = 0; stack && i < count; ++i)
+    vectors = vectors && starts_at(xs[i], x.row_stride * bytes, 16);
   Nvfp4Quantize q{a,
                   a.amax,
                   alike ? a.amax : a.amax + of_rows,
-                  starts_at(x.data, x.row_stride * bytes, 16),
+                  vectors,
                   true,
                   a.row.scales == nullptr ? starts_at(a.row.codes, 2 * x.cols, 16)
                                           : starts_at(a.row.codes, (x.cols + 1) / 2, 8),
@@ -503,16 +490,63 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
   const auto stream = static_cast<cudaStream_t>(a.execution.stream);
   Status status =
       started(cudaMemsetAsync(a.amax, 0, static_cast<size_t>(4 * (of_rows + of_cols)), stream));
+  // Scales between groups.
+  if (status == Status::ok && a.groups.count > 0 && is_wanted(a.col) && a.col.scales != nullptr)
+    status = started(cudaMemsetAsync(a.col.scales, 0,
+                                     static_cast<size_t>((x.rows / 16 + count) * x.cols), stream));
   if (status != Status::ok) return status;
   const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
-  Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, all - words};
-  at.early = false;  // what is before it is no kernel
-  status = launch_early(nvfp4_quantize_tile<false>, at, q);
-  if (status != Status::ok) return status;
-  q.only_amax = false, at.early = true;
-  if (a.seed != nullptr) at.smem = all;
   const bool tries = a.tries != Nvfp4Tries::none;
-  return launch_early(tries ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
+  for (const bool only_amax : {true, false}) {
+    q.only_amax = only_amax;
+    for (int64_t first = 0; first < (stack ? count : 1); first += kMostMatrices) {
+      int64_t tiles = across * down;
+      if (stack) {
+        parts->first = static_cast<int>(first);
+        parts->matrices = static_cast<int>(std::min<int64_t>(count - first, kMostMatrices));
+        std::copy_n(xs + first, parts->matrices, parts->xs);
+        tiles *= parts->matrices;
+      } else if (a.groups.count > 0) {
+        tiles = across * group_tiles(x.rows, count);
+      }
+      if (tiles > INT32_MAX) return Status::unsupported;
+      Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kNvfp4Threads), stream,
+                !only_amax && a.seed != nullptr ? all : all - words};
+      at.early = !only_amax || first > 0;  // what is before the first one is no kernel
+      const bool tried = !only_amax && tries;
+      status =
+          parts != nullptr
+              ? launch_early(tried ? nvfp4_quantize_parts<true> : nvfp4_quantize_parts<false>, at,
+                             q, *parts)
+              : launch_early(tried ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
+      if (status != Status::ok) return status;
+    }
+  }
+  return status;
+}
+
+}  // namespace
+
+Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
+  if (a.x.data == nullptr) return Status::bad_argument;
+  const bool groups = a.groups.count > 0;
+  const Status status = check(a, groups);
+  if (status != Status::ok) return status;
+  if (groups && (a.square || !valid(a.groups) || a.groups.rows != a.x.rows))
+    return Status::bad_argument;
+  Nvfp4Parts parts{};
+  if (groups) parts.groups = group_table(a.groups);
+  const bool more = groups || a.row.by_32 || a.col.by_32;
+  return run(a, groups ? a.groups.count : 1, more ? &parts : nullptr, nullptr);
+}
+
+Status nvfp4_quantize_stacked(const Nvfp4QuantizeArgs& a, const void* const* xs, int64_t count) {
+  const Status status = check(a, true);
+  if (status != Status::ok) return status;
+  if (a.seed != nullptr || a.groups.count > 0 || count < 1 || count * a.x.rows > INT32_MAX)
+    return Status::bad_argument;
+  Nvfp4Parts parts{};
+  return run(a, count, &parts, xs);
 }
 
 }  // namespace te_mx::sm90

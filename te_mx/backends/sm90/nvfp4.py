@@ -13,7 +13,7 @@ from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, typed_addres
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import MX, NVFP4, unknown, words_of
 from te_mx.backends.reference.gemm import finish, whole_of
-from te_mx.backends.reference.grouped import QuantizeWeightsReference
+from te_mx.backends.reference.grouped import GemmKReference, GemmRowsReference
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
@@ -28,13 +28,13 @@ from te_mx.backends.sm90.layouts.nvfp4 import (
 )
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product as Multiply
-from te_mx.dispatch.calls import Quantize, Ran
+from te_mx.dispatch.calls import Quantize, QuantizeGroups, QuantizeWeights, Ran, StackedParts
 from te_mx.dispatch.fused import ACT_IDS, Target
 from te_mx.dispatch.kernels import Kernel, Plan, PreferredLayouts
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import FROZEN_ROWS, MOST, Problem
 from te_mx.dispatch.registry import register
-from te_mx.formats.scaling import split_rule
+from te_mx.formats.scaling import is_stochastic, split_rule
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import workspace
@@ -509,6 +509,7 @@ def quantizer_fields(
         fields[f"{side}_scale_rows"] = by_rows
         if fmt is not None and fmt.transform is not None:
             fields[f"{side}_transforms"] = True
+            fields[f"{side}_by_32"] = fmt.transform.size == 32
             fields[f"{side}_signs"] = fmt.transform.signs
     return fields, words
 
@@ -563,9 +564,77 @@ class Quantizer:
         return Quantized(made.get("row"), made.get("col"), sums)
 
 
+def quantize_groups(what: QuantizeGroups) -> Quantized:
+    """The tokens of all groups, which are not empty, each with tensor scales of its own."""
+    x, (offs, capacity), row, col, rule, col_sum, seed = what
+    grouped.check_ends(what.groups, len(x))
+    (rows, cols), groups, device = x.shape, len(offs), x.device
+    x, offs = binding.rows_of(x), grouped.offs_on_device(offs, device)
+    fields, words = quantizer_fields(row, col, rows, cols, x.dtype, rule)
+    amax = torch.empty(words + 2 * groups, dtype=torch.int32, device=device)
+    args = binding.native().Nvfp4QuantizeArgs(
+        x_data=x.data_ptr(), x_row_stride=x.stride(0), seed=pointer(seed), amax=amax.data_ptr(),
+        **fields,
+    )  # fmt: skip
+    binding.set_execution(args, device.index)
+    args.groups = grouped.groups_of(offs, capacity, rows)
+    made: dict[str, Operand] = {}
+    for side, spec, n, k in (("row", row, rows, cols), ("col", col, cols, rows)):
+        if spec:
+            fmt, layout = spec_of(spec)
+            codes, scales = layout.grouped_empty(fmt, n, k, groups, device)
+            shape = fmt.tensor_scale_shape(n) or (groups,)
+            whole = torch.empty(shape, dtype=torch.float32, device=device)
+            made[side] = Operand(codes, scales, spec, n, k, None, whole)
+            _set_side(args, side, made[side])
+    status = binding.native().nvfp4_quantize(args)
+    binding.expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
+    sums = None
+    if col_sum:
+        sums = grouped.quantize_groups(what._replace(x=x, row="", col="", seed=None)).col_sum
+    return Quantized(made.get("row"), made.get("col"), sums)
+
+
+def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
+    """Write where one direction goes into a quantizer's record."""
+    setattr(args, f"{side}_k_first", to.layout.k_first)
+    setattr(args, f"{side}_codes", to.codes.data_ptr())
+    setattr(args, f"{side}_scales", 0 if to.layout in SM90_VALUES else to.scales.data_ptr())
+    assert to.tensor_scale is not None
+    setattr(args, f"{side}_scale", to.tensor_scale.data_ptr())
+
+
+def quantize_weights(what: QuantizeWeights) -> StackedParts:
+    """The weights of all groups, which are not empty."""
+    weights, row, col, rule = what
+    groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
+    addresses, stride, dtype, _alive = grouped.sources(weights)
+    fields, words = quantizer_fields(row, col, rows, cols, dtype, rule)
+    amax = torch.empty(groups * words, dtype=torch.int32, device=device)
+    args = binding.native().Nvfp4QuantizeArgs(x_row_stride=stride, amax=amax.data_ptr(), **fields)
+    binding.set_execution(args, device.index)
+    made: dict[str, Stack] = {}
+    for side, spec, n, k in (("row", row, rows, cols), ("col", col, cols, rows)):
+        if not spec:
+            continue
+        fmt, layout = spec_of(spec)
+        of_codes, of_scales = layout.shapes(fmt, n, k)
+        codes, scales = (
+            torch.empty((groups, *shape), dtype=torch.uint8, device=device)
+            for shape in (of_codes, of_scales)
+        )
+        shape = groups, *fmt.tensor_scale_shape(n)
+        whole = torch.empty(shape, dtype=torch.float32, device=device)
+        made[side] = Stack(codes, scales, spec, groups, n, k, None, whole)
+        _set_side(args, side, made[side])
+    status = binding.native().nvfp4_quantize_stacked(args, addresses)
+    binding.expect(status, f"{groups} weights of {(rows, cols)}")
+    return made.get("row"), made.get("col")
+
+
 class HopperNvfp4(Kernel):
-    """By the rules of Transformer Engine, also with stochastic rounding and after transforms of 16:
-    to rows, or to what codes and block scales stand for."""
+    """By the rules of Transformer Engine, also with stochastic rounding and after transforms of 16
+    or 32: to rows, or to what codes and block scales stand for."""
 
     op, name, planner = "quantize", PRODUCT, Quantizer
 
@@ -576,9 +645,6 @@ class HopperNvfp4(Kernel):
         specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
         if reason is None and len(set(map(_tall, specs))) > 1:
             reason = "takes blocks of one shape for both directions"
-        transforms = [spec_of(spec).format.transform for spec in specs]
-        if reason is None and any(one is not None and one.size != 16 for one in transforms):
-            reason = "transforms 16 elements at a time"
         if reason is None and split_rule(problem.rule)[0] not in _TRIES:
             reason = f"knows the scale rules of Transformer Engine, not {problem.rule}"
         wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(_VALUES[0])
@@ -587,17 +653,82 @@ class HopperNvfp4(Kernel):
         return reason or why_not_dtype(problem)
 
 
-class HopperNvfp4Weights(QuantizeWeightsReference):
-    """One after the other by the same kernel."""
+class HopperNvfp4Groups(Kernel):
+    """Tokens of groups, in one launch for magnitudes and one for codes."""
+
+    op, name = "quantize_grouped", PRODUCT
+
+    def accepts(self, problem: Problem) -> str | None:
+        col = problem.rhs.replace("@grouped_cols", "@cols")
+        reason = HopperNvfp4().accepts(problem._replace(rhs=col))
+        specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
+        if reason is None and any(map(_tall, specs)):
+            reason = "takes blocks of one row"
+        return reason or _why_not_columns(problem.rhs, ("grouped_cols", _VALUES[1]))
+
+    def run(self, what: QuantizeGroups) -> Quantized:
+        return quantize_groups(what)
+
+
+class HopperNvfp4Weights(Kernel):
+    """The weights of all groups, likewise: 64 of them a launch."""
+
+    op, name = "quantize_weights", PRODUCT
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = HopperNvfp4().accepts(problem)
+        if reason is None and is_stochastic(problem.rule):
+            reason = "rounds weights to nearest even"
+        return reason or _why_not_columns(problem.rhs, ("cols", _VALUES[1]))
+
+    def run(self, what: QuantizeWeights) -> StackedParts:
+        return quantize_weights(what)
+
+
+def _why_not_columns(spec: str, layouts: tuple[str, ...]) -> str | None:
+    """Of several matrices, whose columns lie as they do."""
+    if not spec:
+        return None
+    fmt, layout = spec_of(spec)
+    if layout.name not in layouts:
+        return f"writes columns as {' and '.join(layouts)}, not as {layout.name}"
+    return "has one scale for columns of a group" if fmt.tensor_scale_shape(1) != () else None
+
+
+def _why_not_each_group(problem: Problem, rhs: str) -> str | None:
+    if problem.ends == "device":
+        return "multiplies groups one after the other, whose ends the host knows"
+    return Gemm().accepts(problem._replace(op="gemm", rhs=rhs))
+
+
+class GemmRows(GemmRowsReference):
+    """Groups of tokens one after the other, of values that lie as cuBLAS reads them."""
 
     name, rank = PRODUCT, 0
 
     def accepts(self, problem: Problem) -> str | None:
-        return HopperNvfp4().accepts(problem)
+        return _why_not_each_group(problem, problem.rhs)
+
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        if not all(spec_of(spec).format.tensor_scaled for spec in (problem.lhs, problem.rhs)):
+            return super().preferred_layouts(problem)
+        return PreferredLayouts(_VALUES[0], _VALUES[1], "grouped_cols")
+
+
+class GemmK(GemmKReference):
+    """The same of groups of k."""
+
+    name, rank = PRODUCT, 0
+
+    def accepts(self, problem: Problem) -> str | None:
+        return _why_not_each_group(problem, problem.rhs.replace("@grouped_cols", "@cols"))
 
 
 register(HopperNvfp4())
+register(HopperNvfp4Groups())
 register(HopperNvfp4Weights())
+register(GemmRows())
+register(GemmK())
 register(Product())
 register(Gemm())
 register(QuantizedProduct())

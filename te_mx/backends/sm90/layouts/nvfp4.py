@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from te_mx.formats import Format
-from te_mx.layouts.base import Layout, Parts, Shape
+from te_mx.layouts.base import HasParts, Layout, Parts, Shape
 
 FORMATS, MXFP4 = ("nvfp4", "nvfp4_16x16"), "mxfp4"
 ROWS, QUAD = 64, 128
@@ -104,12 +104,14 @@ class SM90Nvfp4(Layout):
 
 class SM90Values(Layout):
     """Codes times block scales, which bf16 holds exactly: bf16 [rows, k] as bytes, or [k, rows] of
-    columns, as the matrix lies. Of what cuBLAS multiplies as soon as it was quantized."""
+    columns, as the matrix lies. Of what cuBLAS multiplies as soon as it was quantized. Groups of
+    tokens are slices of it."""
 
     exact, refused = False, "formats without a tensor scale"
 
     def __init__(self, name: str, k_first: bool) -> None:
         self.name, self.k_first = name, k_first
+        self.alone, self.tokens = name, "k" if k_first else "rows"
 
     def takes(self, fmt: Format) -> bool:
         return fmt.tensor_scaled
@@ -128,6 +130,12 @@ class SM90Values(Layout):
     ) -> Tensor:
         made = codes.view(torch.bfloat16).to(dtype)
         return made.t() if self.k_first else made
+
+    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
+        into.codes[start:end] = part.codes
+
+    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
+        return tokens.codes[start:end], tokens.scales
 
 
 SM90_VALUES = SM90Values("sm90_bf16", False), SM90Values("sm90_bf16_cols", True)
