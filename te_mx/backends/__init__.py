@@ -12,7 +12,8 @@ for _name in (
     "cpu.linear", "cpu.moe", "cpu.quantize", "device_names", "reference.fused", "reference.gemm",
     "reference.grouped", "reference.moe", "reference.quantize", "sm90.blockwise", "sm90.codes",
     "sm90.cost", "sm90.decode", "sm90.experts", "sm90.experts_mxfp4", "sm90.fused", "sm90.gemm",
-    "sm90.grouped", "sm90.layer", "sm90.linear", "sm90.moe", "sm90.nvfp4", "sm90.quantize",
+    "sm90.grouped", "sm90.layer", "sm90.linear", "sm90.moe", "sm90.nvfp4",
+    "sm90.nvfp4_grouped", "sm90.quantize",
     "sm90.rest", "triton.fused", "triton.gemm", "triton.grouped", "triton.quantize", "vendor.gemm",
 ):  # fmt: skip
     import_module(f"te_mx.backends.{_name}")

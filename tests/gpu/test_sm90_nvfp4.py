@@ -10,10 +10,10 @@ import torch
 import te_mx
 from te_mx import formats
 from te_mx._ops import quantize_2d
-from te_mx.backends.base import LAYOUTS
+from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS
 from te_mx.backends.native import fields_of
 from te_mx.backends.reference import quantize as reference
-from te_mx.backends.sm90 import binding, grouped, nvfp4
+from te_mx.backends.sm90 import binding, grouped, nvfp4, nvfp4_grouped
 from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
 from te_mx.backends.sm90.nvfp4 import (
     MOST_DENSE,
@@ -76,6 +76,32 @@ def product(x, held, out_dtype=BF16, bias=None, offs=None, act=None, fmt="", gat
     assert kernel.accepts(problem) is None
     made = kernel.plan(problem)(FrozenCall(x, held, bias, out_dtype, offs, act, gate))
     return None if made is None else made[0]
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("shape", [(300, 200, 1160), (129, 200, 1100)], ids=str)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+def test_every_tile_of_many_rows(tile, parts, shape, fmt, out_dtype):
+    """Which would be chosen or not, k in so many parts."""
+    m, n, k = shape
+    row = weight(n, k, m, fmt)
+    held, bias = Rest().rest(row), torch.randn(n, device="cuda", dtype=BF16)
+    x = (torch.randn(m, -(-k // 8) * 8, device="cuda") / 64).to(BF16)[:, :k]
+    whole = row.tensor_scale.reshape(1) if row.tensor_scale is not None else None
+    out = torch.full((m, n), torch.nan, dtype=out_dtype, device="cuda")
+    args = binding.native().Nvfp4Args(
+        m=m, n=n, k=k, mx=fmt == "mxfp4", w=held.codes.data_ptr(), w_scales=held.scales.data_ptr(),
+        x=x.data_ptr(), ldx=x.stride(0), x_dtype=FLOAT_DTYPES[BF16], out=out.data_ptr(), ldo=n,
+        out_dtype=FLOAT_DTYPES[out_dtype], bias=bias.data_ptr(), bias_dtype=FLOAT_DTYPES[BF16],
+        kernel=16 * tile + parts,
+    )  # fmt: skip
+    if whole is not None:
+        args.scale = whole.data_ptr()
+    binding.set_execution(args, 0)
+    assert binding.supported(binding.native().nvfp4_product(args))
+    check(out, x, row.values(torch.float64), bias)
 
 
 def values(x, fmt):
@@ -354,7 +380,7 @@ DIRECTIONS = [  # rows, columns, what is drawn, by which rule
     ("nvfp4_rows", "nvfp4", 7, "te_4over6_448"),
     ("nvfp4", WIDE, None, "te"),
     (WIDE, WIDE, 5, "te"),
-    (WIDE, TURNED, None, "te_4over6"),
+    (WIDE, TURNED, None, "te"),
 ]
 
 
@@ -451,8 +477,8 @@ def test_groups_are_quantized_as_each_alone(sizes, capacity, lies, dtype, row, c
             "quantize_grouped", place_of(x.device), row, col, *x.shape, groups=len(sizes),
             dtype=dtype, rule=rule,
         )  # fmt: skip
-        assert nvfp4.HopperNvfp4Groups().accepts(problem) is None
-        whole = nvfp4.quantize_groups(what)
+        assert nvfp4_grouped.HopperNvfp4Groups().accepts(problem) is None
+        whole = nvfp4_grouped.quantize_groups(what)
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             parts = [part and part.group(start, end, i) for part in whole[:2]]
             specs = [part.spec if part else "" for part in parts]
@@ -488,9 +514,9 @@ def test_weights_of_groups_are_quantized_as_each_alone(shape, lies, fmt, one):
         "quantize_weights", place_of(x.device), *specs, *shape[1:], groups=shape[0], dtype=BF16,
         rule="te",
     )  # fmt: skip
-    assert nvfp4.HopperNvfp4Weights().accepts(problem) is None
+    assert nvfp4_grouped.HopperNvfp4Weights().accepts(problem) is None
     weights = x if one else [part.clone() for part in x]
-    made = nvfp4.quantize_weights(QuantizeWeights(weights, *specs, "te"))
+    made = nvfp4_grouped.quantize_weights(QuantizeWeights(weights, *specs, "te"))
     for i, part in enumerate(x):
         wanted = reference.quantize(Quantize(part, *specs, "te"))
         for side, other in zip(made, wanted[:2], strict=True):

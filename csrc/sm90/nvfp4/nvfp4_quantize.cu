@@ -7,9 +7,9 @@
 // reads rows, a lane 16 adjacent elements of two of them, and columns, a lane two of them, from
 // shared memory. Codes of columns of all warps leave together, for whole sectors.
 //
-// Instances of kMore: rows in groups, or several matrices, whose tiles, blocks and scales begin
-// anew with each; transforms of 32, of which a lane beside has the other half of a row, and a warp
-// beside the other half of a column.
+// Instances of kParts: rows in groups, or several matrices, whose tiles, blocks and scales begin
+// anew with each. Of kBy32: transforms of 32, of which a lane beside has the other half of a row,
+// and a warp beside the other half of a column.
 #include <algorithm>
 
 #include "common/formats.h"
@@ -24,6 +24,7 @@ namespace te_mx::sm90 {
 namespace {
 
 struct Nvfp4Smem {
+  Nvfp4Part part;
   float signs[2][32];                            // of transforms: of rows, of columns
   uint32_t largest[2];                           // of all warps
   alignas(16) uint8_t scales[64 * kNvfp4Warps];  // of columns
@@ -82,7 +83,7 @@ __device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, 
     if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
 }
 
-template <bool kTries, bool kMore>
+template <bool kTries, bool kParts, bool kBy32>
 __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp4Parts& parts) {
   extern __shared__ __align__(16) uint8_t room[];
   Nvfp4Smem& s = *reinterpret_cast<Nvfp4Smem*>(room);
@@ -102,14 +103,17 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
   const int64_t tile_at = q.only_amax ? int64_t{blockIdx.x} : int64_t{gridDim.x} - 1 - blockIdx.x;
   const int64_t tiles = (q.to.x.cols + kNvfp4Across - 1) / kNvfp4Across;
   const int64_t cols = q.to.x.cols, col0 = tile_at % tiles * kNvfp4Across;
-  Nvfp4Part part{q.to.x.data, tile_at / tiles * kNvfp4Down, 0, q.to.x.rows, 0, 0, 0};
-  if constexpr (kMore) {
+  Nvfp4Part found{q.to.x.data, tile_at / tiles * kNvfp4Down, 0, q.to.x.rows, 0, 0, 0};
+  if constexpr (kParts) {
     if (parts.groups.count > 0 || parts.matrices > 0) {
       if (parts.matrices == 0 && !q.only_amax)
         clear_rows(q, parts.groups, tile_at / tiles * kNvfp4Down, col0);
-      if (!find_part(q, parts, tile_at / tiles, part)) return;
+      if (!find_part(q, parts, tile_at / tiles, found)) return;
     }
+    if (threadIdx.x == 0) s.part = found;  // NOTE: there are no registers for it
+    __syncthreads();
   }
+  const Nvfp4Part& part = kParts ? s.part : found;
   const int64_t row0 = part.down + 16 * warp, rows = part.rows;  // of the part
   const int64_t row_blocks = (cols + 15) / 16, col_blocks = (rows + 15) / 16;
   uint32_t* const row_amax = q.row_amax + (row_to.scale_rows ? part.begin : part.group);
@@ -156,7 +160,7 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
     for (int b = 0; b < 2; ++b) {
       if (!to_rows) continue;
       bool turns = row_to.transforms && count[b] == 16;
-      if constexpr (kMore) {
+      if constexpr (kBy32) {
         if (row_to.by_32) {
           turns = turns && (cols - col0) / 32 > c / 32;
           float t[16];
@@ -251,7 +255,7 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
 
   // ---------------------------------------------------------------------------------- columns
   if (looks_at_cols) {
-    if (kMore && col_to.by_32) {
+    if (kBy32 && col_to.by_32) {
       __syncthreads();
     } else {
       __syncwarp();
@@ -270,7 +274,7 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
     };
     take(x, v);
     bool turned = !col_to.transforms;
-    if constexpr (kMore) {
+    if constexpr (kBy32) {
       if (col_to.by_32) {
         turned = true;
         if (row0 / 32 * 32 + 32 <= rows) {
@@ -433,13 +437,13 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
 template <bool kTries>
 __global__ void __launch_bounds__(kNvfp4Threads, 3)
     nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
-  quantize_part<kTries, false>(q, Nvfp4Parts{});
+  quantize_part<kTries, false, false>(q, Nvfp4Parts{});
 }
-template <bool kTries>
-__global__ void __launch_bounds__(kNvfp4Threads, 2)
+template <bool kTries, bool kBy32>
+__global__ void __launch_bounds__(kNvfp4Threads, kBy32 ? 2 : 3)
     nvfp4_quantize_parts(const __grid_constant__ Nvfp4Quantize q,
                          const __grid_constant__ Nvfp4Parts parts) {
-  quantize_part<kTries, true>(q, parts);
+  quantize_part<kTries, true, kBy32>(q, parts);
 }
 
 constexpr bool is_wanted(const Nvfp4Side& side) { return side.codes != nullptr; }
@@ -456,7 +460,8 @@ Status check(const Nvfp4QuantizeArgs& a, bool parts) {
   for (const Nvfp4Side* side : {&a.row, &a.col})
     if (is_wanted(*side) && side->scale == nullptr) return Status::bad_argument;
   if (!is_wanted(a.row) && !is_wanted(a.col)) return Status::bad_argument;
-  if (x.col_stride != 1) return Status::unsupported;
+  if (x.col_stride != 1 || (a.tries != Nvfp4Tries::none && (a.row.by_32 || a.col.by_32)))
+    return Status::unsupported;
   // Columns of parts lie as x does.
   const bool lies = a.col.scales == nullptr || a.col.k_first;
   return !parts || !is_wanted(a.col) || (lies && !a.col.scale_rows) ? Status::ok
@@ -496,7 +501,7 @@ Status run(const Nvfp4QuantizeArgs& a, int64_t count, Nvfp4Parts* parts, const v
                                      static_cast<size_t>((x.rows / 16 + count) * x.cols), stream));
   if (status != Status::ok) return status;
   const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
-  const bool tries = a.tries != Nvfp4Tries::none;
+  const bool tries = a.tries != Nvfp4Tries::none, by_32 = a.row.by_32 || a.col.by_32;
   for (const bool only_amax : {true, false}) {
     q.only_amax = only_amax;
     for (int64_t first = 0; first < (stack ? count : 1); first += kMostMatrices) {
@@ -514,11 +519,15 @@ Status run(const Nvfp4QuantizeArgs& a, int64_t count, Nvfp4Parts* parts, const v
                 !only_amax && a.seed != nullptr ? all : all - words};
       at.early = !only_amax || first > 0;  // what is before the first one is no kernel
       const bool tried = !only_amax && tries;
-      status =
-          parts != nullptr
-              ? launch_early(tried ? nvfp4_quantize_parts<true> : nvfp4_quantize_parts<false>, at,
-                             q, *parts)
-              : launch_early(tried ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
+      if (parts == nullptr) {
+        status =
+            launch_early(tried ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
+      } else {
+        status = launch_early(by_32   ? nvfp4_quantize_parts<false, true>
+                              : tried ? nvfp4_quantize_parts<true, false>
+                                      : nvfp4_quantize_parts<false, false>,
+                              at, q, *parts);
+      }
       if (status != Status::ok) return status;
     }
   }

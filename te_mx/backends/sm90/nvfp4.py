@@ -13,7 +13,6 @@ from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer, typed_addres
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import MX, NVFP4, unknown, words_of
 from te_mx.backends.reference.gemm import finish, whole_of
-from te_mx.backends.reference.grouped import GemmKReference, GemmRowsReference
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
@@ -28,23 +27,23 @@ from te_mx.backends.sm90.layouts.nvfp4 import (
 )
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product as Multiply
-from te_mx.dispatch.calls import Quantize, QuantizeGroups, QuantizeWeights, Ran, StackedParts
+from te_mx.dispatch.calls import Quantize, Ran
 from te_mx.dispatch.fused import ACT_IDS, Target
 from te_mx.dispatch.kernels import Kernel, Plan, PreferredLayouts
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import FROZEN_ROWS, MOST, Problem
 from te_mx.dispatch.registry import register
-from te_mx.formats.scaling import is_stochastic, split_rule
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import workspace
 
 PRODUCT, QUANTIZED = "sm90_nvfp4", "sm90_mxfp4"
 _NARROW = torch.bfloat16, torch.float16
-_VALUES = tuple(layout.name for layout in SM90_VALUES)  # of rows and of columns
+VALUES = tuple(layout.name for layout in SM90_VALUES)  # of rows and of columns
 
 
-def _tall(spec: str) -> bool:
+def is_tall(spec: str) -> bool:
     """Whether blocks are 16 x 16."""
     return spec_of(spec).format.scaling.block[0] > 1
 
@@ -329,7 +328,7 @@ class Convert(Kernel):
         reason = why_not(problem._replace(rhs=""), "rows", "cols", formats=NVFP4)
         layouts = [spec_of(spec).layout for spec in (problem.lhs, problem.rhs)]
         if reason is None and layouts[1] is not SM90_VALUES[layouts[0].k_first]:
-            reason = f"makes {_VALUES[0]} of rows, and {_VALUES[1]} of cols"
+            reason = f"makes {VALUES[0]} of rows, and {VALUES[1]} of cols"
         return reason
 
     def make_plan(self, problem: Problem) -> Any:
@@ -426,7 +425,7 @@ class Gemm(Kernel):
     op, name, planner = "gemm", PRODUCT, Products
 
     def accepts(self, problem: Problem) -> str | None:
-        layouts = "rows", "cols", SM90_NVFP4.name, *_VALUES
+        layouts = "rows", "cols", SM90_NVFP4.name, *VALUES
         reason = why_not(problem._replace(rule="rceil"), *layouts, formats=(*MX, *NVFP4))
         sides = [spec_of(spec).format for spec in (problem.lhs, problem.rhs)]
         if reason is None and not any(fmt.tensor_scaled for fmt in sides):
@@ -437,7 +436,7 @@ class Gemm(Kernel):
         if not all(spec_of(spec).format.tensor_scaled for spec in (problem.lhs, problem.rhs)):
             return PreferredLayouts()  # which MX formats have, too
         # Columns of inputs wait for backward, as codes. Those of weights have square blocks.
-        return PreferredLayouts(_VALUES[0], _VALUES[1], "" if _tall(problem.rhs) else "rows")
+        return PreferredLayouts(VALUES[0], VALUES[1], "" if is_tall(problem.rhs) else "rows")
 
     def prepares(self, m: int, n: int, k: int) -> bool:
         return False
@@ -498,8 +497,8 @@ def quantizer_fields(
 ) -> tuple[dict[str, Any], int]:
     """What a record says of matrices of one size and dtype, and the words of its scratch memory."""
     fields: dict[str, Any] = {
-        "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype], "square": _tall(row or col),
-        **_TRIES[split_rule(rule)[0]],
+        "x_rows": rows, "x_cols": cols, "x_dtype": FLOAT_DTYPES[dtype],
+        "square": is_tall(row or col), **_TRIES[split_rule(rule)[0]],
     }  # fmt: skip
     words = 0
     for side, spec, many in (("row", row, rows), ("col", col, cols)):
@@ -520,7 +519,7 @@ def values_fields(spec: str, rows: int, k: int) -> dict[str, Any]:
         "n": rows,
         "k": k,
         "ldo": k,
-        "square": _tall(spec),
+        "square": is_tall(spec),
         "k_first": spec_of(spec).layout.k_first,
     }
 
@@ -564,74 +563,6 @@ class Quantizer:
         return Quantized(made.get("row"), made.get("col"), sums)
 
 
-def quantize_groups(what: QuantizeGroups) -> Quantized:
-    """The tokens of all groups, which are not empty, each with tensor scales of its own."""
-    x, (offs, capacity), row, col, rule, col_sum, seed = what
-    grouped.check_ends(what.groups, len(x))
-    (rows, cols), groups, device = x.shape, len(offs), x.device
-    x, offs = binding.rows_of(x), grouped.offs_on_device(offs, device)
-    fields, words = quantizer_fields(row, col, rows, cols, x.dtype, rule)
-    amax = torch.empty(words + 2 * groups, dtype=torch.int32, device=device)
-    args = binding.native().Nvfp4QuantizeArgs(
-        x_data=x.data_ptr(), x_row_stride=x.stride(0), seed=pointer(seed), amax=amax.data_ptr(),
-        **fields,
-    )  # fmt: skip
-    binding.set_execution(args, device.index)
-    args.groups = grouped.groups_of(offs, capacity, rows)
-    made: dict[str, Operand] = {}
-    for side, spec, n, k in (("row", row, rows, cols), ("col", col, cols, rows)):
-        if spec:
-            fmt, layout = spec_of(spec)
-            codes, scales = layout.grouped_empty(fmt, n, k, groups, device)
-            shape = fmt.tensor_scale_shape(n) or (groups,)
-            whole = torch.empty(shape, dtype=torch.float32, device=device)
-            made[side] = Operand(codes, scales, spec, n, k, None, whole)
-            _set_side(args, side, made[side])
-    status = binding.native().nvfp4_quantize(args)
-    binding.expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
-    sums = None
-    if col_sum:
-        sums = grouped.quantize_groups(what._replace(x=x, row="", col="", seed=None)).col_sum
-    return Quantized(made.get("row"), made.get("col"), sums)
-
-
-def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
-    """Write where one direction goes into a quantizer's record."""
-    setattr(args, f"{side}_k_first", to.layout.k_first)
-    setattr(args, f"{side}_codes", to.codes.data_ptr())
-    setattr(args, f"{side}_scales", 0 if to.layout in SM90_VALUES else to.scales.data_ptr())
-    assert to.tensor_scale is not None
-    setattr(args, f"{side}_scale", to.tensor_scale.data_ptr())
-
-
-def quantize_weights(what: QuantizeWeights) -> StackedParts:
-    """The weights of all groups, which are not empty."""
-    weights, row, col, rule = what
-    groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
-    addresses, stride, dtype, _alive = grouped.sources(weights)
-    fields, words = quantizer_fields(row, col, rows, cols, dtype, rule)
-    amax = torch.empty(groups * words, dtype=torch.int32, device=device)
-    args = binding.native().Nvfp4QuantizeArgs(x_row_stride=stride, amax=amax.data_ptr(), **fields)
-    binding.set_execution(args, device.index)
-    made: dict[str, Stack] = {}
-    for side, spec, n, k in (("row", row, rows, cols), ("col", col, cols, rows)):
-        if not spec:
-            continue
-        fmt, layout = spec_of(spec)
-        of_codes, of_scales = layout.shapes(fmt, n, k)
-        codes, scales = (
-            torch.empty((groups, *shape), dtype=torch.uint8, device=device)
-            for shape in (of_codes, of_scales)
-        )
-        shape = groups, *fmt.tensor_scale_shape(n)
-        whole = torch.empty(shape, dtype=torch.float32, device=device)
-        made[side] = Stack(codes, scales, spec, groups, n, k, None, whole)
-        _set_side(args, side, made[side])
-    status = binding.native().nvfp4_quantize_stacked(args, addresses)
-    binding.expect(status, f"{groups} weights of {(rows, cols)}")
-    return made.get("row"), made.get("col")
-
-
 class HopperNvfp4(Kernel):
     """By the rules of Transformer Engine, also with stochastic rounding and after transforms of 16
     or 32: to rows, or to what codes and block scales stand for."""
@@ -639,96 +570,25 @@ class HopperNvfp4(Kernel):
     op, name, planner = "quantize", PRODUCT, Quantizer
 
     def accepts(self, problem: Problem) -> str | None:
-        layouts = "rows", "cols", *_VALUES
+        layouts = "rows", "cols", *VALUES
         untold = problem._replace(rule="rceil")
         reason = why_not(untold._replace(lhs="", rhs="")) or unknown(untold, layouts, NVFP4, True)
         specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
-        if reason is None and len(set(map(_tall, specs))) > 1:
+        if reason is None and len(set(map(is_tall, specs))) > 1:
             reason = "takes blocks of one shape for both directions"
-        if reason is None and split_rule(problem.rule)[0] not in _TRIES:
+        rule = split_rule(problem.rule)[0]
+        turns = [one.size for one in (spec_of(spec).format.transform for spec in specs) if one]
+        if reason is None and 32 in turns and rule != "te":
+            reason = "transforms 32 elements by the rule te"
+        if reason is None and rule not in _TRIES:
             reason = f"knows the scale rules of Transformer Engine, not {problem.rule}"
-        wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(_VALUES[0])
+        wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(VALUES[0])
         if reason is None and (wrong or "@any" in problem.lhs + problem.rhs):
-            reason = f"writes rows and {_VALUES[0]}, of columns rows, cols and {_VALUES[1]}"
+            reason = f"writes rows and {VALUES[0]}, of columns rows, cols and {VALUES[1]}"
         return reason or why_not_dtype(problem)
 
 
-class HopperNvfp4Groups(Kernel):
-    """Tokens of groups, in one launch for magnitudes and one for codes."""
-
-    op, name = "quantize_grouped", PRODUCT
-
-    def accepts(self, problem: Problem) -> str | None:
-        col = problem.rhs.replace("@grouped_cols", "@cols")
-        reason = HopperNvfp4().accepts(problem._replace(rhs=col))
-        specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
-        if reason is None and any(map(_tall, specs)):
-            reason = "takes blocks of one row"
-        return reason or _why_not_columns(problem.rhs, ("grouped_cols", _VALUES[1]))
-
-    def run(self, what: QuantizeGroups) -> Quantized:
-        return quantize_groups(what)
-
-
-class HopperNvfp4Weights(Kernel):
-    """The weights of all groups, likewise: 64 of them a launch."""
-
-    op, name = "quantize_weights", PRODUCT
-
-    def accepts(self, problem: Problem) -> str | None:
-        reason = HopperNvfp4().accepts(problem)
-        if reason is None and is_stochastic(problem.rule):
-            reason = "rounds weights to nearest even"
-        return reason or _why_not_columns(problem.rhs, ("cols", _VALUES[1]))
-
-    def run(self, what: QuantizeWeights) -> StackedParts:
-        return quantize_weights(what)
-
-
-def _why_not_columns(spec: str, layouts: tuple[str, ...]) -> str | None:
-    """Of several matrices, whose columns lie as they do."""
-    if not spec:
-        return None
-    fmt, layout = spec_of(spec)
-    if layout.name not in layouts:
-        return f"writes columns as {' and '.join(layouts)}, not as {layout.name}"
-    return "has one scale for columns of a group" if fmt.tensor_scale_shape(1) != () else None
-
-
-def _why_not_each_group(problem: Problem, rhs: str) -> str | None:
-    if problem.ends == "device":
-        return "multiplies groups one after the other, whose ends the host knows"
-    return Gemm().accepts(problem._replace(op="gemm", rhs=rhs))
-
-
-class GemmRows(GemmRowsReference):
-    """Groups of tokens one after the other, of values that lie as cuBLAS reads them."""
-
-    name, rank = PRODUCT, 0
-
-    def accepts(self, problem: Problem) -> str | None:
-        return _why_not_each_group(problem, problem.rhs)
-
-    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
-        if not all(spec_of(spec).format.tensor_scaled for spec in (problem.lhs, problem.rhs)):
-            return super().preferred_layouts(problem)
-        return PreferredLayouts(_VALUES[0], _VALUES[1], "grouped_cols")
-
-
-class GemmK(GemmKReference):
-    """The same of groups of k."""
-
-    name, rank = PRODUCT, 0
-
-    def accepts(self, problem: Problem) -> str | None:
-        return _why_not_each_group(problem, problem.rhs.replace("@grouped_cols", "@cols"))
-
-
 register(HopperNvfp4())
-register(HopperNvfp4Groups())
-register(HopperNvfp4Weights())
-register(GemmRows())
-register(GemmK())
 register(Product())
 register(Gemm())
 register(QuantizedProduct())
