@@ -79,7 +79,8 @@ struct Nvfp4Args {
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
   Execution execution;  // kernel: the CTAs of a cluster, whose halves have parts of k up to 64
-                        // rows; -1: num_splits()
+                        // rows, and 16 times 1 + a number of kNvfp4Shapes, where rows of bf16 have
+                        // blocks so large; -1, or 0 of either: what sm90_split.h says
 };
 // w, w_scales and x are aligned to 16 bytes, x that is quantized to its elements. Workspace of what
 // is quantized, aligned to 16 bytes: nvfp4_workspace() of the same sizes.

@@ -28,19 +28,23 @@ enum class SplitKind : int32_t {
 inline constexpr int kSplitKinds = 8;
 
 // D[m, n] over k; groups: how many matrices [n, k] there are, 0: one that has no groups. block:
-// rows of x that a CTA meets at once.
+// rows of x that a CTA meets at once, tile: of weights.
 struct SplitProblem {
   SplitKind kind = SplitKind::tiles;
   int64_t n = 0, k = 0;
   int sms = 1;
-  int64_t groups = 0, m = 0, block = 0;
+  int64_t groups = 0, m = 0, block = 0, tile = 128;
 };
 
 // 1: K in one piece.
 int num_splits(const SplitProblem& p);
 
-// Rows of a block of `nvfp4` above 64 rows, 128 or 256.
-int nvfp4_block(int64_t m, int64_t n, int64_t k, int sms);
+// What a CTA of `nvfp4` has above 64 rows: `block` rows of x, `tile` of weights.
+struct Nvfp4Shape {
+  int64_t block, tile;
+};
+inline constexpr Nvfp4Shape kNvfp4Shapes[] = {{128, 128}, {256, 128}, {128, 192}};
+int nvfp4_shape(int64_t m, int64_t n, int64_t k, int sms);  // one of these
 
 // Parts that one kind may have, and of clusters: more CTAs do not all find room beside each other
 // in a GPC, and so do fewer multiprocessors than there are, in percent, where a cluster has more

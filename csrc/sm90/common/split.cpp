@@ -1,6 +1,7 @@
 #include "te_mx/sm90_split.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "te_mx/sm90_choice.h"
 #include "te_mx/sm90_decode.h"
@@ -83,8 +84,9 @@ int cluster_of(int64_t tiles, int64_t twice, int64_t k) {
   return static_cast<int>(std::clamp<int64_t>(best, 1, std::min<int64_t>(steps_of(k), 8)));
 }
 
-// So many clusters of 1 to 6 CTAs run at once, whose CTAs have an SM each (NVIDIA H200).
-constexpr int kManyMost = 6, kAtOnce[kManyMost] = {132, 66, 42, 30, 24, 17};
+// So many clusters of 1 to 6 CTAs run at once, whose CTAs have an SM each: the least of what NVIDIA
+// H200s say, on some of which there are 42 of three and 24 of five.
+constexpr int kManyMost = 6, kAtOnce[kManyMost] = {132, 66, 39, 30, 22, 17};
 
 // The most parts with which all blocks run at once.
 int parts_of_factors(const SplitProblem& p) {
@@ -113,25 +115,29 @@ int parts_of_nvfp4_few(const SplitProblem& p) {
   return cluster_of(tiles, 2 * (grouped ? p.sms / 4 : p.sms * 31 / 20), p.k);
 }
 
-// Clocks of blocks of more than 64 rows, whose CTAs have an SM alone, with k in so many parts
-// (NVIDIA H200, eight shapes, 128 to 2,048 rows, 2026-11-29): steps, the launch, a CTA's next tile,
-// sums that are exchanged.
-constexpr double kManyStep = 150, kManyLaunch = 6000, kManyTile = 1500, kManySums = 2000;
+// Microseconds of blocks of more than 64 rows, whose CTAs have an SM alone, with k in so many parts
+// (NVIDIA H200, eight shapes, 72 to 2,048 rows, 2026-11-29): the launch, steps, a CTA's next tile,
+// sums that are exchanged; the last three by the area of a tile, in 128 x 128. What it chooses
+// takes at most 1 % longer than the fastest of all, in the mean, and 6 % at one size.
+constexpr double kManyLaunch = 3.4, kManyStep = 0.15, kManyArea = 0.555, kManyTile = 2.5;
+constexpr double kManySums = 4.0;
 
-double many_clocks(const SplitProblem& p, int parts) {
-  const int64_t tiles = ceil_div(p.n, 128) * ceil_div(p.m, p.block);
+double many_us(const SplitProblem& p, int parts) {
+  const int64_t tiles = ceil_div(p.n, p.tile) * ceil_div(p.m, p.block);
   const auto waves = static_cast<double>(ceil_div(tiles, kAtOnce[parts - 1]));
-  const auto rows = static_cast<double>(p.block);
-  const double steps = static_cast<double>(ceil_div(steps_of(p.k), parts)) * (8 * rows + kManyStep);
-  const double sums = parts == 1 ? 0.0 : waves * (45 * rows + kManySums);
-  return waves * steps + kManyLaunch + kManyTile * (waves - 1) + sums;
+  const double area = static_cast<double>(p.tile * p.block) / (128.0 * 128.0);
+  const auto steps = static_cast<double>(ceil_div(steps_of(p.k), parts));
+  const double sums = kManySums * area * (parts - 1) / parts;
+  return kManyLaunch + waves * steps * (kManyStep + kManyArea * area) +
+         (waves - 1) * kManyTile * area + sums;
 }
 
 int parts_of_nvfp4(const SplitProblem& p) {
   if (p.block <= 64 || p.groups > 0) return parts_of_nvfp4_few(p);
+  const int64_t tiles = ceil_div(p.n, p.tile) * ceil_div(p.m, p.block);
   int best = 1;
   for (int parts = 2; parts <= std::min<int64_t>(kManyMost, steps_of(p.k)); ++parts)
-    if (many_clocks(p, parts) < many_clocks(p, best)) best = parts;
+    if (tiles <= kAtOnce[parts - 1] && many_us(p, parts) < many_us(p, best)) best = parts;
   return best;
 }
 
@@ -225,12 +231,17 @@ int num_splits(const SplitProblem& p) {
   return 1;
 }
 
-int nvfp4_block(int64_t m, int64_t n, int64_t k, int sms) {
-  SplitProblem small{SplitKind::nvfp4, n, k, sms, 0, m, 128}, large = small;
-  large.block = 256;
-  const bool is_large = m > 128 && many_clocks(large, parts_of_nvfp4(large)) <
-                                       many_clocks(small, parts_of_nvfp4(small));
-  return is_large ? 256 : 128;
+int nvfp4_shape(int64_t m, int64_t n, int64_t k, int sms) {
+  int best = 0;
+  double least = 0;
+  for (int i = 0; i < static_cast<int>(std::size(kNvfp4Shapes)); ++i) {
+    const auto [block, tile] = kNvfp4Shapes[i];
+    const SplitProblem p{SplitKind::nvfp4, n, k, sms, 0, m, block, tile};
+    const double us = many_us(p, parts_of_nvfp4(p));
+    if (block > 128 && m <= 128) continue;
+    if (i == 0 || us < least) least = us, best = i;
+  }
+  return best;
 }
 
 DecodeSplit decode_split_of(int index, int64_t n, int sms) {

@@ -1,5 +1,6 @@
 // Rows times NVFP4 or MXFP4 weights that stand still: checks, and the instance.
 #include <algorithm>
+#include <iterator>
 
 #include "common/formats.h"
 #include "common/launch.h"
@@ -10,12 +11,14 @@
 namespace te_mx::sm90 {
 namespace {
 
+constexpr int kShapes = static_cast<int>(std::size(kNvfp4Shapes));
+
 Status check(const Nvfp4Args& a) {
   if (a.m < 1 || a.n < 1 || a.k < 1 || a.w == nullptr || a.x == nullptr || a.out == nullptr ||
       a.w_scales == nullptr || (a.scale == nullptr && !a.mx))
     return Status::bad_argument;
   if (!known(a.x_dtype) || !known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
-  if (a.ldx < a.k || a.ldo < a.n || a.execution.kernel > kDecodeMaxCluster)
+  if (a.ldx < a.k || a.ldo < a.n || a.execution.kernel >= 16 * (kShapes + 1))
     return Status::bad_argument;
   constexpr int64_t kMost = (int64_t{1} << 31) - 257;
   if (a.m > kMost || a.n > kMost || a.k > kMost) return Status::unsupported;
@@ -78,9 +81,10 @@ Status prepare(Nvfp4Args& a) {
 }
 
 // Of the parts of k, the CTAs of a cluster: up to 64 rows what the sizes of the weight say, so that
-// the bits of a row do not depend on their number. block: rows.
-SplitProblem problem_of(const Nvfp4Args& a, int64_t block) {
-  return {SplitKind::nvfp4, a.n, a.k, current_device().sms, a.groups.count, a.m, block};
+// the bits of a row do not depend on their number. block: rows of
+// x, tile: of weights.
+SplitProblem problem_of(const Nvfp4Args& a, int64_t block, int64_t tile) {
+  return {SplitKind::nvfp4, a.n, a.k, current_device().sms, a.groups.count, a.m, block, tile};
 }
 
 // What both kernels are told, and x.
@@ -95,9 +99,10 @@ bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) 
   rows.m = static_cast<int>(a.m), rows.most = Math::kCols;
   if (a.groups.count > 0) rows.groups = group_table(a.groups);
   p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
-  p.cluster =
-      std::min(a.execution.kernel > 0 ? a.execution.kernel : num_splits(problem_of(a, Math::kCols)),
-               p.quads);
+  const int asked = a.execution.kernel > 0 ? a.execution.kernel % 16 : 0;
+  p.cluster = asked > 0 ? std::min(asked, kDecodeMaxCluster)
+                        : num_splits(problem_of(a, Math::kCols, Math::kGroups * kNvfp4Rows));
+  p.cluster = std::min(p.cluster, p.quads);
   p.parts = shares_of(p.quads, p.cluster);
   if constexpr (Math::kMakes) {
     p.places = {a.places, static_cast<int>(a.x_rows) - 1};
@@ -139,8 +144,9 @@ Status run_many(const Nvfp4Args& a) {
   CUtensorMap x{};
   if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
   // Where 16 bits of out are all there is to write, in whole 16 bytes.
-  p.walks = p.cluster == 1 && a.groups.count == 0 && !a.activates && a.out_dtype != DType::f32 &&
-            a.ldo % 8 == 0 && a.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
+  p.lines = !a.activates && a.out_dtype != DType::f32 && a.ldo % 8 == 0 && a.n % 8 == 0 &&
+            reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
+  p.walks = p.lines && p.cluster == 1 && a.groups.count == 0;
   int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
   if (p.walks) clusters = std::min<int64_t>(clusters, current_device().sms);
   return start<Math>(a, &nvfp4_many<Math>, clusters, Math::kSmem, x, p, rows);
@@ -158,7 +164,7 @@ Status run_bf16(Nvfp4Args a) {
   const int64_t m = rows_of(a);
   if (a.quantizes) {
     const int64_t quads = (a.k + kNvfp4Quad - 1) / kNvfp4Quad;
-    const int cluster = num_splits(problem_of(a, 8));
+    const int cluster = num_splits(problem_of(a, 8, kNvfp4Rows));
     const bool own = m <= 8 && m * ((quads + cluster - 1) / cluster) <= kNvfp4OwnQuads;
     if (own && a.x_element == Element::e4m3) {
       const Status status = run<Nvfp4Math<8, false, true, true>>(a);
@@ -170,17 +176,24 @@ Status run_bf16(Nvfp4Args a) {
   if (m <= 8) return run<Nvfp4Math<8, false, false, true>>(a);
   if (m <= 16) return run<Nvfp4Math<16, false>>(a);
   if (m <= 32) return run<Nvfp4Math<32, false>>(a);
-  const bool thin = a.n <= 3072 && m <= 128;
-  if (m <= 64 || thin) return run<Nvfp4Math<64, false>>(a);
-  return nvfp4_block(m, a.n, a.k, current_device().sms) == 128 ? run_many<Nvfp4Many<128, false>>(a)
-                                                               : run_many<Nvfp4Many<256, false>>(a);
+  const bool thin = a.n <= 3072 && m > 96 && m <= 128;
+  const int asked = a.execution.kernel > 0 ? a.execution.kernel / 16 - 1 : -1;
+  if (asked < 0 && (m <= 64 || thin)) return run<Nvfp4Math<64, false>>(a);
+  switch (asked < 0 ? nvfp4_shape(m, a.n, a.k, current_device().sms) : asked) {
+    case 0:
+      return run_many<Nvfp4Many<128, 2, false>>(a);
+    case 1:
+      return run_many<Nvfp4Many<256, 2, false>>(a);
+    default:
+      return run_many<Nvfp4Many<128, 3, false>>(a);
+  }
 }
 
 Status run_f16(const Nvfp4Args& a) {
   const int64_t m = rows_of(a);
   return m <= 8    ? run<Nvfp4Math<8, true>>(a)
          : m <= 64 ? run<Nvfp4Math<64, true>>(a)
-                   : run_many<Nvfp4Many<256, true>>(a);
+                   : run_many<Nvfp4Many<256, 2, true>>(a);
 }
 
 }  // namespace

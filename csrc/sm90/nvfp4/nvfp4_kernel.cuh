@@ -37,9 +37,9 @@ struct Nvfp4Params {
   bool mx = false;                          // MXFP4
   int n = 0, k = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
   int cluster = 1, blocks = 1, stages = 0, weights_at = 0, sums_at = 0;
-  bool walks = false;  // nvfp4_many.cuh
-  Shares parts;        // of quads
-  DecodeInput in;      // where CTAs make their x
+  bool walks = false, lines = false;  // nvfp4_many.cuh
+  Shares parts;                       // of quads
+  DecodeInput in;                     // where CTAs make their x
   RowPlaces places;
   DecodeOut out;
 };
@@ -145,15 +145,15 @@ struct Nvfp4Place {
   __device__ __forceinline__ uint8_t* sums() const {
     return smem + 1024 + (Math::kStages == 0 ? p.sums_at : 0);
   }
-  __device__ __forceinline__ void start() const {
+  // sums: fragments of parts that the CTA is sent, of 512 bytes.
+  __device__ __forceinline__ void start(int sums) const {
     for (int i = 0; i < stages(); ++i) {
       tile::mbar_init(bars + i, 1);
       tile::mbar_init(bars + kNvfp4MostStages + i, Math::kWarps);
     }
     tile::mbar_init(sums_bar(), 1);
     tile::mbar_init_fence();
-    if (p.cluster > 1)
-      tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * Math::kParts * 512);
+    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), sums * 512);
   }
   // Asks for quad i of the CTA, to stage s, by one thread.
   __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   const Nvfp4Place<Math> at(p, smem);
   if (threadIdx.x == Math::kMath) {
     if constexpr (!Math::kMakes) tile::tma_prefetch(&map);
-    at.start();
+    at.start(at.mine() * p.cluster * Math::kParts);
   }
   __syncthreads();
   if (p.cluster > 1 && !at.over()) tile::cluster_arrive_relaxed();  // who has waited may send
