@@ -298,7 +298,6 @@ void bind_nvfp4(py::module_& m) {
       .field("w_scales", &Nvfp4Args::w_scales)
       .field("scale", &Nvfp4Args::scale)
       .field("scale_rows", &Nvfp4Args::scale_rows)
-      .field("factors", &Nvfp4Args::factors)
       .field("square", &Nvfp4Args::square)
       .field("k_first", &Nvfp4Args::k_first)
       .field("x", &Nvfp4Args::x)
@@ -359,7 +358,6 @@ void bind_nvfp4(py::module_& m) {
       .field("ldo", &Nvfp4MultiplyArgs::ldo)
       .field("out_dtype", &Nvfp4MultiplyArgs::out_dtype)
       .field("accumulate", &Nvfp4MultiplyArgs::accumulate)
-      .field("has_factors", &Nvfp4MultiplyArgs::has_factors)
       .part("execution", &Nvfp4MultiplyArgs::execution, "")
       .add_to(m, "Nvfp4MultiplyArgs");
   m.def("nvfp4_multiply_workspace", &nvfp4_multiply_workspace);

@@ -79,12 +79,12 @@ def product(x, held, out_dtype=BF16, bias=None, offs=None, act=None, fmt="", gat
 
 
 @pytest.mark.parametrize("tile", [1, 2, 3])
-@pytest.mark.parametrize("parts", [1, 2, 3, 6, 8])
-@pytest.mark.parametrize("shape", [(300, 200, 1160), (129, 200, 1100)], ids=str)
+@pytest.mark.parametrize("parts", [0, 1, 2, 3, 6, 8])
+@pytest.mark.parametrize("shape", [(300, 200, 1160), (129, 200, 1100), (520, 6144, 400)], ids=str)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 def test_every_tile_of_many_rows(tile, parts, shape, fmt, out_dtype):
-    """Which would be chosen or not, k in so many parts."""
+    """Which would be chosen or not, k in so many parts, or what is left of tiles in some."""
     m, n, k = shape
     row = weight(n, k, m, fmt)
     held, bias = Rest().rest(row), torch.randn(n, device="cuda", dtype=BF16)

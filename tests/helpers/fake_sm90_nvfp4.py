@@ -36,7 +36,7 @@ class Nvfp4QuantizeArgs(_Record):
 
 
 class Nvfp4Args(_Record):
-    gate = ldgate = bias = workspace_bytes = factors = 0
+    gate = ldgate = bias = workspace_bytes = 0
     quantizes, activates, x_act, mx = False, False, 3, False
 
 
@@ -47,7 +47,7 @@ class Nvfp4FinishArgs(_Record):
 
 class Nvfp4MultiplyArgs(_Record):
     of_lhs = of_rhs = bias = 0
-    lhs_k_first = rhs_k_first = accumulate = has_factors = False
+    lhs_k_first = rhs_k_first = accumulate = False
 
 
 def _format(args, side: str) -> formats.Format:
@@ -222,11 +222,6 @@ def nvfp4_product(a) -> int:
 def nvfp4_to_values(a) -> int:
     from fake_sm90 import _DTYPES, at
 
-    if a.factors:  # what products are multiplied by, and what of D stays
-        at(a.factors, (2,), torch.float32).copy_(
-            torch.stack([at(a.scale, (), torch.float32), torch.zeros(())])
-        )
-        a = a.copy(scale=0)
     at(a.out, (a.n, a.k), _DTYPES[a.out_dtype]).copy_(_values(a, 1, 0))
     return 0
 

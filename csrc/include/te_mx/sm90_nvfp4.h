@@ -52,7 +52,6 @@ struct Nvfp4Args {
   const uint8_t* w_scales = nullptr;
   const float* scale = nullptr;  // of the tensor, of every matrix; of values: null is 1
   bool scale_rows = false;       // or of each of its rows
-  float* factors = nullptr;      // of values: has `scale` and a 0 then, which they are not times
   bool square = false;           // of plain codes: blocks are 16 x 16
   bool k_first = false;          // likewise: they lie [k, n], one a byte, and so do scales and out
   const void* x = nullptr;       // [m, k], rows ldx elements apart, a multiple of 8
@@ -166,7 +165,6 @@ struct Nvfp4MultiplyArgs {
   int64_t ldo = 0;
   DType out_dtype = DType::bf16;
   bool accumulate = false;
-  bool has_factors = false;  // what multiplies the product, and out, are in the workspace already
   Execution execution;
 };
 int64_t nvfp4_multiply_workspace();

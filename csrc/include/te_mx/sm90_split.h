@@ -45,6 +45,9 @@ struct Nvfp4Shape {
 };
 inline constexpr Nvfp4Shape kNvfp4Shapes[] = {{128, 128}, {256, 128}, {128, 192}};
 int nvfp4_shape(int64_t m, int64_t n, int64_t k, int sms);  // one of these
+// Of tiles that are not as many for every multiprocessor, k in one piece: parts of k of what is
+// left; 1: it is not treated apart.
+int rest_parts(const SplitProblem& p);
 
 // Parts that one kind may have, and of clusters: more CTAs do not all find room beside each other
 // in a GPC, and so do fewer multiprocessors than there are, in percent, where a cluster has more

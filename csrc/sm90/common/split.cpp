@@ -120,21 +120,37 @@ int parts_of_nvfp4_few(const SplitProblem& p) {
 // sums that are exchanged; the last three by the area of a tile, in 128 x 128. What it chooses
 // takes at most 1 % longer than the fastest of all, in the mean, and 6 % at one size.
 constexpr double kManyLaunch = 3.4, kManyStep = 0.15, kManyArea = 0.555, kManyTile = 2.5;
-constexpr double kManySums = 4.0;
+constexpr double kManySums = 4.0, kManyRest = 10;  // what is left, a launch of its own
 
-double many_us(const SplitProblem& p, int parts) {
-  const int64_t tiles = ceil_div(p.n, p.tile) * ceil_div(p.m, p.block);
-  const auto waves = static_cast<double>(ceil_div(tiles, kAtOnce[parts - 1]));
+int64_t tiles_of(const SplitProblem& p) { return ceil_div(p.n, p.tile) * ceil_div(p.m, p.block); }
+
+// The most parts with which so many tiles run at once.
+int most_parts(const SplitProblem& p, int64_t tiles) {
+  int parts = static_cast<int>(std::min<int64_t>(kManyMost, steps_of(p.k)));
+  while (parts > 1 && tiles > kAtOnce[parts - 1]) --parts;
+  return parts;
+}
+
+// Of `waves` with k in so many parts, beside the launch.
+double waves_us(const SplitProblem& p, int64_t waves, int parts) {
   const double area = static_cast<double>(p.tile * p.block) / (128.0 * 128.0);
   const auto steps = static_cast<double>(ceil_div(steps_of(p.k), parts));
-  const double sums = kManySums * area * (parts - 1) / parts;
-  return kManyLaunch + waves * steps * (kManyStep + kManyArea * area) +
-         (waves - 1) * kManyTile * area + sums;
+  const double tile = steps * (kManyStep + kManyArea * area) + kManyTile * area;
+  return static_cast<double>(waves) * tile - kManyTile * area +
+         kManySums * area * (parts - 1) / parts;
+}
+
+double many_us(const SplitProblem& p, int parts) {
+  const int64_t tiles = tiles_of(p);
+  const int apart = rest_parts(p);  // of what is left
+  if (parts > 1 || apart == 1)
+    return kManyLaunch + waves_us(p, ceil_div(tiles, kAtOnce[parts - 1]), parts);
+  return kManyLaunch + kManyRest + waves_us(p, tiles / p.sms, 1) + waves_us(p, 1, apart);
 }
 
 int parts_of_nvfp4(const SplitProblem& p) {
   if (p.block <= 64 || p.groups > 0) return parts_of_nvfp4_few(p);
-  const int64_t tiles = ceil_div(p.n, p.tile) * ceil_div(p.m, p.block);
+  const int64_t tiles = tiles_of(p);
   int best = 1;
   for (int parts = 2; parts <= std::min<int64_t>(kManyMost, steps_of(p.k)); ++parts)
     if (tiles <= kAtOnce[parts - 1] && many_us(p, parts) < many_us(p, best)) best = parts;
@@ -229,6 +245,15 @@ int num_splits(const SplitProblem& p) {
       return parts_of_routed(p);
   }
   return 1;
+}
+
+int rest_parts(const SplitProblem& p) {
+  const int64_t tiles = tiles_of(p), rest = tiles % p.sms;
+  if (p.groups > 0 || tiles < p.sms || rest == 0) return 1;
+  const int parts = most_parts(p, rest);
+  const double apart = kManyRest + waves_us(p, 1, parts);
+  const double area = static_cast<double>(p.tile * p.block) / (128.0 * 128.0);
+  return apart < waves_us(p, 1, 1) + kManyTile * area ? parts : 1;
 }
 
 int nvfp4_shape(int64_t m, int64_t n, int64_t k, int sms) {

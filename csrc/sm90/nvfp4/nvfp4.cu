@@ -136,7 +136,8 @@ Status run(const Nvfp4Args& a) {
   return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, x, p, rows);
 }
 
-// The same of many rows.
+// The same of many rows. What is left where CTAs walk over as many tiles each is a launch of its
+// own, with k in parts.
 template <class Math>
 Status run_many(const Nvfp4Args& a) {
   Nvfp4Params p;
@@ -147,9 +148,21 @@ Status run_many(const Nvfp4Args& a) {
   p.lines = !a.activates && a.out_dtype != DType::f32 && a.ldo % 8 == 0 && a.n % 8 == 0 &&
             reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
   p.walks = p.lines && p.cluster == 1 && a.groups.count == 0;
-  int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
-  if (p.walks) clusters = std::min<int64_t>(clusters, current_device().sms);
-  return start<Math>(a, &nvfp4_many<Math>, clusters, Math::kSmem, x, p, rows);
+  const int64_t tiles = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
+  if (tiles > INT32_MAX) return Status::unsupported;
+  p.end = static_cast<int>(tiles);
+  if (!p.walks) return start<Math>(a, &nvfp4_many<Math>, tiles, Math::kSmem, x, p, rows);
+  const int sms = current_device().sms;
+  const SplitProblem problem = problem_of(a, Math::kCols, Math::kGroups * kNvfp4Rows);
+  const int parts = std::min(rest_parts(problem), p.quads);
+  const int rest = parts > 1 ? p.end % sms : 0;
+  p.end -= rest;
+  const Status status =
+      start<Math>(a, &nvfp4_many<Math>, std::min<int64_t>(p.end, sms), Math::kSmem, x, p, rows);
+  if (status != Status::ok || rest == 0) return status;
+  p.begin = p.end, p.end += rest;
+  p.walks = false, p.cluster = parts, p.parts = shares_of(p.quads, parts);
+  return start<Math>(a, &nvfp4_many<Math>, rest, Math::kSmem, x, p, rows);
 }
 
 // Rows that may meet one matrix: of groups twice as many as on average.

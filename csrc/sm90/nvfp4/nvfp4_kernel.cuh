@@ -38,6 +38,7 @@ struct Nvfp4Params {
   int n = 0, k = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
   int cluster = 1, blocks = 1, stages = 0, weights_at = 0, sums_at = 0;
   bool walks = false, lines = false;  // nvfp4_many.cuh
+  int begin = 0, end = 0;             // likewise: of a launch, the tiles
   Shares parts;                       // of quads
   DecodeInput in;                     // where CTAs make their x
   RowPlaces places;

@@ -15,7 +15,7 @@
 namespace te_mx::sm90 {
 
 // kCols: rows of x in a block. kGroups: of 64 rows of weights in a tile, a warpgroup each.
-template <int kColumns, int kTileGroups, bool kIsHalf, int kBatchesAhead = 2>
+template <int kColumns, int kTileGroups, bool kIsHalf>
 struct Nvfp4Many {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf, kMakes = false;
@@ -23,7 +23,7 @@ struct Nvfp4Many {
   static constexpr int kFloats = kCols / 2, kWarps = 4 * kGroups;
   static constexpr int kMath = 32 * kWarps, kThreads = kMath + 128;
   // Batches of products, of 32 of k, that are under way, the one that is made included.
-  static constexpr int kAhead = kBatchesAhead;
+  static constexpr int kAhead = kCols == 128 ? 4 : 2;
   static constexpr int kRegisters = kGroups == 2 ? 232 : 152;
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
   static constexpr int kFragments = kCols / 8 * kWarps;
@@ -183,9 +183,9 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
   const Nvfp4Place<Math> at(p, smem);
-  const auto begin = static_cast<int>(tile::cluster_index());
+  const int begin = p.begin + static_cast<int>(tile::cluster_index());
   const auto by = static_cast<int>(tile::cluster_count());
-  const int all = tiles_of<Math>(p.groups) * p.blocks;
+  const int all = p.end;
   const Nvfp4Tile<Math> own_tile(p, begin);
   DecodeRows own = given;
   if (!own.early()) tile::await_predecessors();

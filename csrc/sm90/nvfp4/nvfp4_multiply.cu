@@ -191,11 +191,9 @@ Status nvfp4_multiply(const Nvfp4MultiplyArgs& a) {
   if (described != Status::ok) return described;
   auto* const factors = static_cast<float*>(a.execution.workspace);
   uint8_t* const room = static_cast<uint8_t*>(a.execution.workspace) + kFactors;
-  if (!a.has_factors) {
-    const Status status = launch_early(nvfp4_factors, {dim3(1), dim3(1), a.execution.stream},
-                                       a.of_lhs, a.of_rhs, factors, a.accumulate);
-    if (status != Status::ok) return status;
-  }
+  const Status status = launch_early(nvfp4_factors, {dim3(1), dim3(1), a.execution.stream},
+                                     a.of_lhs, a.of_rhs, factors, a.accumulate);
+  if (status != Status::ok) return status;
   const int failed = library().multiply(call.handle, call.product, factors, a.rhs, call.a, a.lhs,
                                         call.b, factors + 1, a.out, call.d, a.out, call.d,
                                         call.found.algorithm, room, kWorkspace, a.execution.stream);

@@ -19,7 +19,6 @@ struct Nvfp4Values {
   const uint8_t* w_scales;
   const float* scale;  // of the tensor, or of each of its rows
   bool scale_rows, mx;
-  float* factors;
   int64_t quads;
   int n, k;
   uint16_t* out;
@@ -35,7 +34,6 @@ __global__ void __launch_bounds__(32 * kWarps) nvfp4_values(const Nvfp4Values p)
   tile::let_dependents_start();
   tile::await_predecessors();
   const int64_t quad = int64_t{blockIdx.x} * kWarps + warp;
-  if (p.factors != nullptr && quad == 0 && lane < 2) p.factors[lane] = lane == 0 ? *p.scale : 0.0f;
   if (quad >= p.quads) return;
   const int row0 =
       static_cast<int>(quad / 4 / steps) * kNvfp4Rows + static_cast<int>(quad % 4) * 16;
@@ -52,7 +50,7 @@ __global__ void __launch_bounds__(32 * kWarps) nvfp4_values(const Nvfp4Values p)
   }
   const int low = min(row0 + lane / 4, p.n - 1), high = min(low + 8, p.n - 1);
   float of_rows[2] = {1.0f, 1.0f};
-  if (p.scale != nullptr && p.factors == nullptr) {
+  if (p.scale != nullptr) {
     of_rows[0] = __ldg(p.scale + (p.scale_rows ? low : 0));
     of_rows[1] = __ldg(p.scale + (p.scale_rows ? high : 0));
   }
@@ -236,7 +234,6 @@ Status nvfp4_finish(const Nvfp4FinishArgs& a) {
 Status nvfp4_to_values(const Nvfp4Args& a) {
   if (a.w == nullptr || a.w_scales == nullptr || a.out == nullptr || a.n < 1 || a.k < 1)
     return Status::bad_argument;
-  if (a.factors != nullptr && (a.scale == nullptr || a.scale_rows)) return Status::bad_argument;
   constexpr int64_t kMost = (int64_t{1} << 31) - 257;
   const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   if (a.n > kMost || a.k > kMost || a.out_dtype == DType::f32 || a.groups.count != 0 ||
@@ -247,7 +244,6 @@ Status nvfp4_to_values(const Nvfp4Args& a) {
                       a.scale,
                       a.scale_rows,
                       a.mx,
-                      a.factors,
                       4 * nvfp4_blocks(a.n, a.k),
                       static_cast<int>(a.n),
                       static_cast<int>(a.k),

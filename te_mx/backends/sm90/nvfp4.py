@@ -16,15 +16,7 @@ from te_mx.backends.reference.gemm import finish, whole_of
 from te_mx.backends.reference.quantize import ReferenceRest
 from te_mx.backends.sm90 import binding, grouped
 from te_mx.backends.sm90.envelope import why_not
-from te_mx.backends.sm90.layouts.nvfp4 import (
-    BIAS,
-    FORMATS,
-    MXFP4,
-    QUAD,
-    ROWS,
-    SM90_NVFP4,
-    SM90_VALUES,
-)
+from te_mx.backends.sm90.layouts.nvfp4 import BIAS, FORMATS, MXFP4, SM90_NVFP4, SM90_VALUES
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product as Multiply
 from te_mx.dispatch.calls import Quantize, Ran
@@ -78,20 +70,9 @@ class _Sized:
         return args, whole
 
 
-# Rows from which values of weights in memory, so many bytes of them at a time, are faster than to
-# make them where they are multiplied.
-_MANY, _BAND = 1536, 256 << 20
-
-
 class FrozenProducts(_Sized):
     def __init__(self, p: Problem) -> None:
         super().__init__(p, p.m, p.n, p.k)
-        # NVIDIA H200, eight shapes: a long k and whole waves are as fast from codes.
-        fused = p.k >= 8192 and p.n <= 16384 and p.m < 4096
-        whole = not (p.groups or _is_mx(p.rhs)) and p.dtype == torch.bfloat16
-        self.by_values = whole and p.m >= _MANY and not fused
-        self.whole = self.native.Nvfp4MultiplyArgs(m=p.m, n=p.n, k=p.k, ldo=p.n, device=self.index)
-        self.whole.workspace_bytes = self.native.nvfp4_multiply_workspace()
         self.nbytes, self.target = 0, None
         self.name = QUANTIZED if p.lhs else PRODUCT
         if p.lhs and spec_of(p.lhs).format.name == MXFP4:
@@ -124,9 +105,6 @@ class FrozenProducts(_Sized):
             x_MK = pad(x_MK.clone(memory_format=torch.contiguous_format), (0, -k % 8))
         shape = x.shape[:-1] if places is None else (m,)
         y = torch.empty((*shape, n), dtype=out_dtype, device=x.device)
-        plain = self.by_values and act is None and x_MK.is_contiguous()
-        if plain and self.multiply(x_MK, weight, bias, y):
-            return y, PRODUCT
         args, _alive = self.of(weight)
         args.places, args.x_rows = pointer(places), len(x_MK)
         args.x, args.ldx, args.x_dtype = x_MK.data_ptr(), x_MK.stride(0), FLOAT_DTYPES[x_MK.dtype]
@@ -149,38 +127,6 @@ class FrozenProducts(_Sized):
         if scratch is not None:
             workspace.release(scratch, self.nbytes)
         return (y, self.name) if done else None
-
-    def multiply(
-        self, x_MK: Tensor, weight: Operand | Stack, bias: Tensor | None, y: Tensor
-    ) -> bool:
-        """By values of the weight and cublasLt, whose factor is the tensor scale."""
-        _, n, k = self.sizes
-        args, whole = self.of(weight)
-        if whole is None or whole.dim() or k % 8:
-            return False
-        band = min(n, max(ROWS, _BAND // (2 * k) // ROWS * ROWS))
-        values = torch.empty((band, k), dtype=torch.bfloat16, device=x_MK.device)
-        scratch = workspace.acquire(x_MK.device, self.whole.workspace_bytes)
-        args.ldo, args.out, args.factors = k, values.data_ptr(), pointer(scratch)
-        product = self.whole.copy(
-            lhs=x_MK.data_ptr(), rhs=values.data_ptr(), has_factors=True, stream=args.stream,
-            out_dtype=FLOAT_DTYPES[y.dtype], workspace=pointer(scratch),
-        )  # fmt: skip
-        bias = None if bias is None else bias.contiguous()
-        ran = True
-        for first in range(0, n, band):
-            args.n = product.n = min(band, n - first)
-            block = first // ROWS * -(-k // QUAD)
-            args.w, args.w_scales = (
-                part[block:].data_ptr() for part in (weight.codes, weight.scales)
-            )
-            product.out = y.data_ptr() + first * y.element_size()
-            if bias is not None:
-                product.bias, product.bias_dtype = typed_address(bias[first:])
-            ran = ran and binding.supported(self.native.nvfp4_to_values(args))
-            ran = ran and binding.supported(self.native.nvfp4_multiply(product))
-        workspace.release(scratch, self.whole.workspace_bytes)
-        return ran
 
 
 class Halves(FrozenProducts):
