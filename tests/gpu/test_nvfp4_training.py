@@ -9,6 +9,19 @@ import torch
 import te_mx
 from te_mx import _ops as ops
 from te_mx import formats
+from te_mx.backends.sm90.layouts import SM90_VALUES
+from te_mx.backends.sm90.nvfp4 import PRODUCT
+from te_mx.backends.sm90.nvfp4_grouped import GemmK, GemmRows, quantize_groups, quantize_weights
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import (
+    Epilogue,
+    GroupedK,
+    GroupedRows,
+    Groups,
+    Mode,
+    QuantizeGroups,
+    QuantizeWeights,
+)
 from te_mx.recipe import NVFP4BlockScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
@@ -74,3 +87,39 @@ def test_the_recipe(kind):
     for one, other in zip(*found, strict=True):
         # Sums differ in their last bits, so that a few codes of what follows are neighbours.
         assert (one - other).norm() <= 0.02 * one.norm()
+
+
+@pytest.mark.parametrize("sizes", [(40, 0, 136, 16), (1, 2, 3), (0, 300, 0)], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_of_groups_are_those_of_each(sizes, out_dtype):
+    k, n, groups = 136, 200, len(sizes)
+    x, g = (torch.randn(sum(sizes) + 5, one, device="cuda").bfloat16() for one in (k, n))
+    w = torch.randn(groups, n, k, device="cuda").bfloat16()
+    bias = torch.randn(groups, n, device="cuda").bfloat16()
+    offs, values = torch.tensor(sizes).cumsum(0), [one.name for one in SM90_VALUES]
+    of = Groups(offs, 0)
+    row = quantize_groups(QuantizeGroups(x, of, f"nvfp4@{values[0]}", "", "te")).row
+    held = quantize_weights(QuantizeWeights(w, f"nvfp4_16x16@{values[0]}", "", "te"))[0]
+    out = torch.full((len(x), n), torch.nan, dtype=out_dtype, device="cuda")
+    assert GemmRows().run(GroupedRows(row, held, of, bias, out, Mode())) == PRODUCT
+    kept = quantize_groups(QuantizeGroups(x, of, "", f"{RHT}@grouped_cols", "te")).col
+    cols = quantize_groups(QuantizeGroups(g, of, "", f"{RHT}@{values[1]}", "te")).col
+    dw = torch.randn(groups, n, k, device="cuda", dtype=out_dtype)
+    before = dw.clone()
+    for accumulate in (False, True):
+        dw.copy_(before)
+        assert GemmK().run(GroupedK(cols, kept, of, dw, accumulate, Mode())) == PRODUCT
+        start = 0
+        for i, size in enumerate(sizes):
+            end, wanted = start + size, torch.empty(n, k, dtype=out_dtype, device="cuda")
+            wanted.copy_(before[i]) if accumulate else wanted.zero_()
+            if size:
+                sides = cols.group(start, end, i), kept.group(start, end, i)
+                run.gemm(*sides, Epilogue(accumulate=accumulate), wanted, None, Mode())
+                y = torch.empty(size, n, dtype=out_dtype, device="cuda")
+                one = row.group(start, end, i)
+                run.gemm(one, held.group(i), Epilogue(bias=bias[i]), y, None, Mode())
+                assert torch.equal(out[start:end], y)
+            assert torch.equal(dw[i], wanted)
+            start = end
+    assert not out[sum(sizes) :].any()
