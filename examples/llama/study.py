@@ -68,7 +68,7 @@ def jobs_of(
 
 def work(jobs: list[Job], take: Callable[[], int | None], stop: Callable[[], bool]) -> None:
     """Run jobs by their numbers until there are none, or it is time to stop."""
-    text = data.load_stdlib()
+    text = data.load(jobs[0].settings.text)
     while not stop() and (number := take()) is not None:
         job = jobs[number]
         if torch.cuda.is_available():
