@@ -269,8 +269,10 @@ def run(
     text: data.Text | None = None,
     make: type[Trainer] = Trainer,
     quiet: bool = False,
+    then: Callable[[Trainer], dict] = lambda trainer: {},
 ) -> dict:
-    """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
+    """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run,
+    with what `then` finds of a finished one.
 
     A checkpoint is written every `save_every` steps and at the end, also at an early one; never
     when `save_every` is 0, and at an early end alone when it is WHEN_STOPPED.
@@ -325,4 +327,5 @@ def run(
             "saved_for_backward": saved_mb,
         },
         "kernels": trainer.kernels(),
+        **(then(trainer) if finished else {}),
     }
