@@ -13,8 +13,8 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
   tile::let_dependents_start();
   tile::await_predecessors();
   const GroupRows group = find_group(table, static_cast<int>(blockIdx.y));
-  add_tiles(partial + group.first_tile() * cols, out, out_dtype, blockIdx.y * cols, group.tiles(),
-            cols);
+  add_tiles(partial + group.first_tile() * cols, cols, out, out_dtype, blockIdx.y * cols,
+            group.tiles(), cols);
 }
 
 }  // namespace
