@@ -4,11 +4,19 @@ tiles, against loops in fp64; more slots and pieces than a launch used to take."
 from __future__ import annotations
 
 import pytest
+import sm90_calls as calls
 import torch
 
 import te_mx
+from te_mx._ops import Quantize
+from te_mx._ops.fused import act_quantize_2d
+from te_mx._ops.grouped_fused import act_quantize_grouped
+from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90 import experts as tiles
 from te_mx.backends.sm90 import grouped
+from te_mx.backends.sm90.layouts import groups as sm90_groups
+from te_mx.dispatch.calls import ActGroups, Groups, QuantizeGroups
+from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.recipe import MXFP8BlockScaling
 
 DEVICE = "cuda"
@@ -254,6 +262,60 @@ def test_experts_of_four_bits_run_from_one_copy(tokens, activation, dtype, bands
     )
     there = (ids >= 0).flatten()
     torch.testing.assert_close(two[there], one[there], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ["gaussian", "mixed", "nan", "rows"])
+@pytest.mark.parametrize("splits", [[40, 0, 3, 90], [0, 0, 300, 0], [129, 1, 191, 17]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "spread", "rule"),
+    [
+        (torch.bfloat16, "mxfp8_e4m3", 8, "rceil"),
+        (torch.bfloat16, "mxfp8_e4m3", 9, "rceil"),
+        (torch.float16, "mxfp8_e5m2", 3, "floor"),
+    ],
+)
+def test_rows_of_groups_have_the_bytes_of_each_alone(dtype, fmt, spread, rule, splits, kind):
+    """Gathered, and of gated activations: rows alone are quantized by a kernel of their own."""
+    rows, cols, ends = sum(splits), 200, torch.tensor(splits).cumsum(0)
+    groups, row = Groups(ends.cuda().int()), f"{fmt}@sm90_rows:{spread}"
+    x = calls.data(50, cols, kind, dtype)
+    places = torch.randint(len(x), (rows,), device=DEVICE, dtype=torch.int32)
+    made = grouped.quantize_groups(QuantizeGroups(x, groups, row, "", rule), places).row
+    pairs = [(made, x[places.long()])]
+    h = calls.data(rows, 2 * cols, kind, dtype, 1)
+    for act in ("swiglu", "geglu"):
+        step = ActStep(h, None, Activation(act), dtype, False, Target(row, "", rule))
+        plain = step._replace(keep=True, target=Target("", "", rule))
+        values = act_quantize_2d(plain).out
+        pairs.append((act_quantize_grouped(ActGroups(step, groups)).row, values))
+    for got, values in pairs:
+        for i, (end, size) in enumerate(zip(ends.tolist(), splits, strict=True)):
+            if not size:
+                continue
+            alone = values[end - size : end].cpu()
+            want = reference_quantize(Quantize(alone, f"{fmt}@sm90:{spread}", "", rule)).row
+            own = sm90_groups.rows_of(got, end - size, end, i)
+            assert torch.equal(own.codes.cpu()[:, :cols], want.codes[:, :cols])
+            count = -(-size // 128)  # those that pad an odd number are nobody's
+            assert torch.equal(own.scales.cpu()[:, :count], want.scales[:, :count])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shape", [(1, 136), (3, 1416), (70, 96)], ids=str)
+@pytest.mark.parametrize("act", ["swiglu", "geglu", "qgeglu"])
+@pytest.mark.parametrize(
+    ("dtype", "fmt"), [(torch.bfloat16, "mxfp8_e4m3"), (torch.float16, "mxfp8_e5m2")]
+)
+def test_activated_rows_have_the_bytes_of_what_is_kept(shape, act, dtype, fmt):
+    """Codes alone are made by another kernel than codes and values."""
+    rows, cols = shape
+    for kind in ("gaussian", "mixed", "nan"):
+        h = calls.data(rows, 2 * cols, kind, dtype)
+        step = ActStep(h, None, Activation(act), dtype, True, Target(f"{fmt}@rows", "", "rceil"))
+        kept, alone = act_quantize_2d(step), act_quantize_2d(step._replace(keep=False))
+        for got, want in zip(alone.quantized.row[:2], kept.quantized.row[:2], strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
