@@ -13,7 +13,7 @@ from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.grouped_fused import act_quantize_grouped
 from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90 import experts as tiles
-from te_mx.backends.sm90 import grouped
+from te_mx.backends.sm90 import experts_mxfp4, grouped
 from te_mx.backends.sm90.layouts import groups as sm90_groups
 from te_mx.dispatch.calls import ActGroups, Groups, QuantizeGroups
 from te_mx.dispatch.fused import Activation, ActStep, Target
@@ -316,6 +316,32 @@ def test_activated_rows_have_the_bytes_of_what_is_kept(shape, act, dtype, fmt):
         kept, alone = act_quantize_2d(step), act_quantize_2d(step._replace(keep=False))
         for got, want in zip(alone.quantized.row[:2], kept.quantized.row[:2], strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [(1, 136, 128), (2, 200, 192), (1, 1024, 512)], ids=str)
+@pytest.mark.parametrize(("dtype", "act"), [(torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")])
+def test_slots_that_share_no_expert_have_the_bits_of_sorted_ones(size, dtype, act, monkeypatch):
+    torch.manual_seed(0)
+    (tokens, hidden, inner), experts = size, 24
+    x = torch.randn(tokens + 8, hidden, device=DEVICE, dtype=dtype)
+    w13, w2 = (
+        te_mx.moe.pack_experts(
+            te_mx.quantize(torch.randn(experts, *shape, device=DEVICE) / 8, fmt="mxfp4")
+        )
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    ids, scores = routed(tokens + 8, 3, experts), torch.rand(tokens + 8, 3, device=DEVICE)
+    ids[0, 1] = -1
+    biases = [torch.randn(experts, n, device=DEVICE) for n in (2 * inner, hidden)]
+    sorts = []
+    real = experts_mxfp4.sort_slots
+    monkeypatch.setattr(experts_mxfp4, "sort_slots", lambda *args: sorts.append(1) or real(*args))
+    made = []
+    for count in (tokens, tokens + 8):
+        few = x[:count], w13, w2, scores[:count], ids[:count]
+        made.append(te_mx.moe.fused_experts(*few, act, biases=biases)[:tokens])
+        assert len(sorts) == (count > tokens)
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
