@@ -15,7 +15,7 @@ from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90 import experts as tiles
 from te_mx.backends.sm90 import experts_mxfp4, grouped
 from te_mx.backends.sm90.layouts import groups as sm90_groups
-from te_mx.dispatch.calls import ActGroups, Groups, QuantizeGroups
+from te_mx.dispatch.calls import ActGroups, GroupedRows, Groups, Mode, QuantizeGroups
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.recipe import MXFP8BlockScaling
 
@@ -228,15 +228,18 @@ def test_packed_experts(hidden, inner, tokens):
         (9, "silu", torch.float32, 0),
         (200, "gelu_tanh", torch.float16, 0),
         (150, "silu", torch.bfloat16, 3),
+        (150, "silu", torch.bfloat16, 2),
     ],
 )
 def test_experts_of_four_bits_run_from_one_copy(tokens, activation, dtype, bands, monkeypatch):
-    """bands: that become tiles, one after the other."""
+    """bands: that become tiles, one after the other; two where they do as they are multiplied."""
     torch.manual_seed(0)
     experts, hidden, inner, made = 5, 136, 160, []
     if bands:
         monkeypatch.setattr(tiles, "LEAST_ROWS_STANDING", 1)
         monkeypatch.setattr(grouped, "BAND_BYTES", 1)
+        if bands > 2:
+            monkeypatch.setattr(grouped, "MOST_IN_LOOP", 0)
         whole = grouped.gemm_rows
         monkeypatch.setattr(grouped, "gemm_rows", lambda *args: made.append(whole(*args)))
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
@@ -342,6 +345,50 @@ def test_slots_that_share_no_expert_have_the_bits_of_sorted_ones(size, dtype, ac
         made.append(te_mx.moe.fused_experts(*few, act, biases=biases)[:tokens])
         assert len(sorts) == (count > tokens)
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("x_fmt", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [
+        ((5, 0, 1, 12, 3), 64, 32),
+        ((1, 130, 0, 257, 300), 320, 200),
+        ((600, 2, 255, 256, 0), 200, 1056),
+    ],
+)
+def test_rows_of_groups_times_weights_of_four_bits_that_stand(sizes, n, k, x_fmt):
+    """Weights whose tiles share a scale, that are too far apart for that, with blocks of zeros, or
+    nothing else; rows that share scales, or have their own; rows of no group behind the others."""
+    torch.manual_seed(sum(sizes) + n + k)
+    rows = sum(sizes) + 3
+    w = torch.randn(5, n, k, device=DEVICE) / 16
+    apart = torch.randint(-20, 1, (n, -(-k // 32)), device=DEVICE).exp2()
+    w[1] *= apart.repeat_interleave(32, 1)[:, :k]
+    w[3] *= (torch.rand(n, -(-k // 32), device=DEVICE) > 0.3).repeat_interleave(32, 1)[:, :k]
+    w[3, :, :32] *= 2.0**-11
+    w[4, : n // 2] = 0.0
+    x = torch.randn(rows, k, device=DEVICE)
+    x[::3] *= torch.randint(-30, 30, (len(x[::3]), 1), device=DEVICE).exp2()
+    x[: rows // 4, :32] *= 2.0**-14
+    bias = torch.randn(5, n, device=DEVICE)
+    stack = te_mx.moe.pack_experts(te_mx.quantize(w, fmt="mxfp4")).stack
+    assert stack.layout.name == "sm90_nvfp4"
+    groups = Groups(torch.tensor(sizes, device=DEVICE).cumsum(0).int())
+    spec = QuantizeGroups(x, groups, f"{x_fmt}@sm90_rows:8", "", "rceil")
+    lhs = grouped.quantize_groups(spec).row
+    values = te_mx.quantize(x, fmt=x_fmt).dequantize().double()
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.full((rows, n), torch.nan, device=DEVICE, dtype=dtype)
+        grouped.gemm_rows(GroupedRows(lhs, stack, groups, bias, out, Mode()), stack)
+        end = 0
+        for i, size in enumerate(sizes):
+            own, weight = values[end : end + size], stack.group(i).values(torch.float32).double()
+            want = own @ weight.t() + bias[i].double()
+            sums = own.abs() @ weight.abs().t() + bias[i].abs().double()
+            room = sums * 2.0**-9 + want.abs() * torch.finfo(dtype).eps
+            assert bool(((out[end : end + size].double() - want).abs() <= room).all()), i
+            end += size
+        assert not out[end:].any()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
