@@ -194,7 +194,7 @@ def _units(fmt: Format, family: str, words: dict[str, Any], turned: bool) -> Non
         "FAMILY": family, "BITS": element.bits, "ASM": bool(ptx), "EVEN": even, "PACKED": packed,
         "CASTS": binding.casts(E4M3 if family == "nvfp4" else element, x.device),
         "TURNED": turned, "R": height, "C": width, "enable_fp_fusion": False,
-        "num_warps": height * width // (64 * binding.lanes()),
+        "num_warps": height * width // (64 * binding.lanes(x.device)),
     }  # fmt: skip
     if ptx:
         words["maxnreg"] = _REGISTERS
