@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from te_mx import formats
 from te_mx.backends.triton import quantize as quantizers
 from te_mx.backends.triton import tiles
-from te_mx.backends.triton.kernels import gemm, grouped, nvfp4, quantize, steps, units
+from te_mx.backends.triton.kernels import gemm, grouped, nibbles, nvfp4, quantize, steps, units
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
@@ -191,6 +191,8 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
         pointers["seed"] = "*i64"
         words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
     made = [units_of(fmt, rule, target)] if bits != 6 and one.scaling.block[0] == 1 else []
+    if made and bits == 4 and kind.backend == "cuda" and kind.arch >= 90:
+        made += words_of(fmt, rule, target)
     if scale != "e4m3":
         family = quantize.quantize_blockwise if scale == "fp32" else quantize.quantize_mx
         return [*made, _made(f"quantize {fmt}", target, family, words, pointers, kind)]
@@ -203,6 +205,28 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
         _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), words, pointers, kind)
         for kernel in ("quantize_nvfp4", "amax")
     ]
+
+
+def words_of(fmt: str, rule: str, target: str) -> list[Made]:
+    """The same of whole tiles of bf16, and the largest magnitude before it."""
+    kernel, (height, width) = nibbles.quantize_words, quantizers.WORDS
+    words = quantizers.of_rule(formats.get(fmt), rule)
+    words = {k: v for k, v in words.items() if k in kernel.arg_names}
+    words |= {"FAMILY": "mx" if fmt == "mxfp4" else "nvfp4", "R": height, "C": width}
+    words["num_warps"] = height * width // 2048
+    pointers = {"x": "*bf16"} | dict.fromkeys(("row_codes", "col_codes"), "*u8")
+    pointers |= dict.fromkeys(("row_scales", "col_scales"), "*u8")
+    if fmt != "mxfp4":
+        pointers |= dict.fromkeys(("found", "row_whole", "col_whole"), "*fp32")
+    made = [_made(f"words {fmt}", target, kernel, words, pointers, TARGETS[target])]
+    if fmt != "mxfp4":
+        pointers["parts"], (width, height) = "*i32", quantizers.AMAX_WORDS
+        words = {"W": width, "TURNS": height, "num_warps": 8, "N": 512}
+        made += [
+            _made(f"words {fmt}", target, kernel, words, pointers, TARGETS[target])
+            for kernel in (nibbles.amax_words, nibbles.scale_tensor)
+        ]
+    return made
 
 
 def units_of(fmt: str, rule: str, target: str) -> Made:
