@@ -160,18 +160,18 @@ def quantize_words(
     # Backwards: the cache has what `amax_words` read last.
     across = tl.num_programs(0) - 1 - tl.program_id(0)
     down = tl.num_programs(1) - 1 - tl.program_id(1)
+    row, col, words = (down * R).to(tl.int64), (across * C).to(tl.int64), ()
+    two = tl.multiple_of(stride // 2, 4)
+    to = x.to(tl.pointer_type(tl.int32), bitcast=True) + row * two + col // 2
+    local = (8 * tl.arange(0, R // 8))[:, None] * two + tl.arange(0, C // 2)[None, :]
+    for j in tl.static_range(8):
+        words = with_one(words, tl.load(to + j * two + local))
     sixth, eight, usual = 1.0, 1.0, True
     if FAMILY == "nvfp4":
         sixth, eight, usual = tl.load(found + 1), tl.load(found + 2), tl.load(found + 3) > 0
     if usual:
         rows8, cols8 = tl.multiple_of(rows // 8, R // 8), tl.multiple_of(cols // 8, C // 8)
         row_blocks, col_blocks = rows8 // (BLOCK // 8), cols8 // (BLOCK // 8)
-        two, words = tl.multiple_of(stride // 2, 4), ()
-        row, col = (down * R).to(tl.int64), (across * C).to(tl.int64)
-        to = x.to(tl.pointer_type(tl.int32), bitcast=True) + row * two + col // 2
-        local = (8 * tl.arange(0, R // 8))[:, None] * two + tl.arange(0, C // 2)[None, :]
-        for j in tl.static_range(8):
-            words = with_one(words, tl.load(to + j * two + local))
         _tile(
             words, row_codes + row * (cols8 * 4) + col // 2,
             row_scales + row * col_blocks + col // BLOCK,
