@@ -103,7 +103,7 @@ def lacks(args: argparse.Namespace) -> str | None:
 
 def adapt(args: argparse.Namespace, stop: list[bool]) -> dict[str, dict]:
     """The records of all runs, the last one perhaps stopped early."""
-    text, how = data.load_stdlib(), {"save_every": args.save_every}
+    text, how = data.load(), {"save_every": args.save_every}
     how |= {"resume": args.resume, "should_stop": lambda done: stop[0]}
     if settings(args, "bf16").base:
         path = args.out / "base.pt"

@@ -56,7 +56,7 @@ def parse(argv: list[str], about: str = __doc__.splitlines()[0]) -> argparse.Nam
 def settings(args: argparse.Namespace, mode: str) -> train.Settings:
     return train.Settings(
         mode=mode, preset=args.preset, steps=args.steps, batch=args.batch, lr=args.lr,
-        seed=args.seed, device=args.device, dtype=args.dtype, recipe=args.recipe,
+        seed=args.seed, device=args.device, dtype=args.dtype, recipe=args.recipe, text=args.text,
         eval_every=args.eval_every,
     )  # fmt: skip
 

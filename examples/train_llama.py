@@ -125,7 +125,7 @@ def preset_of(args: argparse.Namespace) -> train.Preset:
 def settings(args: argparse.Namespace, mode: str) -> train.LlamaSettings:
     return train.LlamaSettings(
         mode=mode, preset=args.config, steps=args.steps, batch=args.batch, lr=args.lr,
-        seed=args.seed, device=args.device, dtype=args.dtype, recipe=args.recipe,
+        seed=args.seed, device=args.device, dtype=args.dtype, recipe=args.recipe, text=args.text,
         eval_every=args.eval_every, layers=args.layers, sequence=args.seq, attention=args.attn,
         compile=args.compile, fuse=args.fuse and args.parallel != "tp",
         fp32_params=args.fp32_params, parallel=args.parallel, gather_codes=args.gather_codes,

@@ -1,4 +1,5 @@
-"""Text that every machine has: the sources of the running Python's standard library, as bytes."""
+"""Text to train on, as bytes: what every machine has, the sources of the running Python's standard
+library, or the text files of a folder."""
 
 import hashlib
 import os
@@ -12,6 +13,7 @@ from torch import Tensor
 
 # Folders that some distributions leave out or fill themselves: with them the text would differ.
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+ENDINGS = (".py", ".md", ".rst", ".txt")  # of the files of a folder that is given
 VALIDATION_SHARE = 0.1
 
 
@@ -26,26 +28,33 @@ def _is_validation(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] < 256 * VALIDATION_SHARE
 
 
-def stdlib_files() -> tuple[Path, list[str]]:
-    """The folder of the standard library, and its .py files in the order of names."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def files_of(folder: str = "") -> tuple[Path, list[str]]:
+    """A folder and the names of its text files, sorted: the .py files of the standard library, or
+    those of `folder` with one of ENDINGS.
+
+    Raises FileNotFoundError where one side would have none.
+    """
+    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    endings, skip = (ENDINGS, set()) if folder else ((".py",), SKIP)
     names = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIP]
-        paths = (Path(folder, name) for name in files if name.endswith(".py"))
-        names += [path.relative_to(root).as_posix() for path in paths]
+    for inside, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in skip]
+        paths = (Path(inside, name) for name in files if name.endswith(endings))
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     names.sort()
     if not {True, False} <= {_is_validation(name) for name in names}:
         raise FileNotFoundError(
-            f"the text to train on is the source of Python's standard library, and {root} has "
-            f"{len(names)} .py files of it: use a Python that comes with them"
+            f"--text is a folder with many {', '.join(ENDINGS)} files, {folder} has {len(names)}"
+            if folder
+            else "the text to train on is the source of Python's standard library, and "
+            f"{root} has {len(names)} .py files of it: use a Python that comes with them, or --text"
         )
     return root, names
 
 
-def load_stdlib() -> Text:
-    """Every .py file; a hash of the name sends a whole file to one side."""
-    root, names = stdlib_files()
+def load(folder: str = "") -> Text:
+    """Every file of files_of; a hash of the name sends a whole file to one side."""
+    root, names = files_of(folder)
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     for name in names:
         parts[_is_validation(name)].append((root / name).read_bytes() + b"\0")

@@ -72,6 +72,10 @@ def add_options(
     p.add_argument(
         "--eval-every", type=int, default=d.eval_every, metavar="STEPS", help="0: at the end only"
     )
+    p.add_argument(
+        "--text", default=d.text, metavar="FOLDER",
+        help=f"train on its {', '.join(data.ENDINGS)} files (default: Python's standard library)",
+    )  # fmt: skip
     p.add_argument("--threads", type=int, help="CPU threads; torch decides if not given")
     p.add_argument(
         "--deterministic", action="store_true",
@@ -107,7 +111,7 @@ def missing(args: argparse.Namespace) -> str | None:
     if importlib.util.find_spec("matplotlib") is None:
         return "the plot needs matplotlib: pip install matplotlib"
     try:
-        data.stdlib_files()
+        data.files_of(args.text)
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return str(error)

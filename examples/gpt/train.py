@@ -73,6 +73,7 @@ class Settings:
     eval_every: int = 40  # 0: at the end only
     eval_batches: int = 4
     final_eval_batches: int = 32
+    text: str = ""  # a folder; the standard library's sources if not given
 
     @property
     def model(self) -> GPTConfig:
@@ -268,13 +269,15 @@ def run(
     text: data.Text | None = None,
     make: type[Trainer] = Trainer,
     quiet: bool = False,
+    then: Callable[[Trainer], dict] = lambda trainer: {},
 ) -> dict:
-    """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
+    """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run,
+    with what `then` finds of a finished one.
 
     A checkpoint is written every `save_every` steps and at the end, also at an early one; never
     when `save_every` is 0, and at an early end alone when it is WHEN_STOPPED.
     """
-    trainer = make(settings, text or data.load_stdlib())
+    trainer = make(settings, text or data.load(settings.text))
     if resume and checkpoint.exists():
         trainer.load(checkpoint)
     saved_mb = memory.saved_for_backward_mb(lambda: trainer.loss(trainer.batch()), trainer.model)
@@ -324,4 +327,5 @@ def run(
             "saved_for_backward": saved_mb,
         },
         "kernels": trainer.kernels(),
+        **(then(trainer) if finished else {}),
     }

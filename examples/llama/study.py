@@ -26,10 +26,13 @@ GRACE = 40.0  # seconds before a limit in which runs write their checkpoints
 
 
 class Job:
-    """One run: a name, its settings, its files."""
+    """One run: a name, its settings, its files; of a plain one the recipes that its weights are
+    tried `under`."""
 
-    def __init__(self, name: str, settings: llama.LlamaSettings, out: Path) -> None:
-        self.name, self.settings = name, settings
+    def __init__(
+        self, name: str, settings: llama.LlamaSettings, out: Path, under: tuple[str, ...] = ()
+    ) -> None:
+        self.name, self.settings, self.under = name, settings, under
         base = f"{name}-seed{settings.seed}"
         self.record, self.checkpoint = out / f"{base}.json", out / f"{base}.pt"
 
@@ -48,6 +51,9 @@ class Job:
             raise ValueError(f"{self.record} is of other settings ({rows}): take another --out")
         return found
 
+    def then(self, trainer: train.Trainer) -> dict:
+        return {"same_weights": same_weights(trainer, self.under)} if self.under else {}
+
 
 def jobs_of(
     settings: Callable[[str], llama.LlamaSettings], recipes: list[str], seeds: int, out: Path
@@ -60,15 +66,32 @@ def jobs_of(
     for name in recipes:
         each[name] = replace(base, mode=plain if name == AGAIN else "mxfp8", recipe=name)
     return [
-        Job(name, replace(one, seed=base.seed + seed), out)
+        Job(
+            name,
+            replace(one, seed=base.seed + seed),
+            out,
+            tuple(r for r in recipes if r != AGAIN) if name == plain else (),
+        )
         for seed in range(seeds)
         for name, one in each.items()
     ]
 
 
+def same_weights(plain: train.Trainer, recipes: tuple[str, ...]) -> dict[str, float]:
+    """The validation loss of a plain run's weights under each recipe: what quantizing costs,
+    without what chance makes of a run."""
+    losses = {}
+    for name in recipes:
+        settings = replace(plain.settings, mode="mxfp8", recipe=name)
+        one = llama.LlamaTrainer(settings, plain.text)
+        one.load_model_state(plain.model_state())
+        losses[name] = one.evaluate(settings.final_eval_batches)
+    return losses
+
+
 def work(jobs: list[Job], take: Callable[[], int | None], stop: Callable[[], bool]) -> None:
     """Run jobs by their numbers until there are none, or it is time to stop."""
-    text = data.load_stdlib()
+    text = data.load(jobs[0].settings.text)
     while not stop() and (number := take()) is not None:
         job = jobs[number]
         if torch.cuda.is_available():
@@ -77,6 +100,7 @@ def work(jobs: list[Job], take: Callable[[], int | None], stop: Callable[[], boo
             record = train.run(
                 job.settings, job.checkpoint, resume=True, save_every=train.WHEN_STOPPED,
                 should_stop=lambda done: stop(), text=text, make=llama.LlamaTrainer, quiet=True,
+                then=job.then,
             )  # fmt: skip
         except Exception:
             print(
@@ -151,7 +175,8 @@ def run(jobs: list[Job], gpus: int, deadline: float) -> bool:
 # ---------------------------------------------------------------------------------------- the table
 def rows_of(records: dict[str, dict[int, dict]]) -> list[dict]:
     """One row a recipe: the mean and the standard deviation of its loss over seeds, and of its
-    difference from the first row, the plain run, seed by seed, in percent."""
+    difference from the first row, the plain run, seed by seed, in percent; and the mean difference
+    where the plain run's own weights run under the recipe."""
     plain = next(iter(records.values()))
     made = []
     for name, by_seed in records.items():
@@ -160,13 +185,19 @@ def rows_of(records: dict[str, dict[int, dict]]) -> list[dict]:
         losses = [one["val_loss"] for one in by_seed.values()]
         pairs = [(one, plain[seed]) for seed, one in by_seed.items() if seed in plain]
         gaps = [report.compare(theirs, ours)["gap_percent"] for ours, theirs in pairs]
+        fixed = [
+            100 * (one["same_weights"][name] / one["val_loss"] - 1)
+            for one in plain.values()
+            if name in one.get("same_weights", {})
+        ]
         speed = _median(by_seed, lambda r: r["tokens_per_second"])
         peak = _median(by_seed, lambda r: r["memory_mb"]["peak"])
         on_gpu = bool(plain) and by_seed[min(by_seed)]["settings"]["device"] != "cpu"
         made.append({
             "recipe": name, "seeds": sorted(by_seed), "loss": statistics.fmean(losses),
             "loss_std": _spread(losses), "gap_percent": statistics.fmean(gaps) if gaps else None,
-            "gap_std": _spread(gaps), "tokens_per_second": speed, "peak_mb": peak,
+            "gap_std": _spread(gaps), "same_weights": statistics.fmean(fixed) if fixed else None,
+            "tokens_per_second": speed, "peak_mb": peak,
             "speedup": speed / _median(plain, lambda r: r["tokens_per_second"]) if plain else None,
             "memory": peak / _median(plain, lambda r: r["memory_mb"]["peak"]) if on_gpu else None,
             "kernels": next(iter(by_seed.values()))["kernels"],
@@ -184,8 +215,8 @@ def _spread(values: list[float]) -> float | None:
 
 def table(rows: list[dict]) -> str:
     heads = (
-        "recipe", "seeds", "validation loss", "std", "from plain", "std", "tokens/s", "speed",
-        "memory",
+        "recipe", "seeds", "validation loss", "std", "from plain", "std", "same weights",
+        "tokens/s", "speed", "memory",
     )  # fmt: skip
 
     def shown(value: float | None, form: str, unit: str = "") -> str:
@@ -195,8 +226,9 @@ def table(rows: list[dict]) -> str:
         (
             row["recipe"], str(len(row["seeds"])), f"{row['loss']:.4f}",
             shown(row["loss_std"], ".4f"), shown(row["gap_percent"], "+.2f", " %"),
-            shown(row["gap_std"], ".2f"), f"{row['tokens_per_second']:,.0f}",
-            shown(row["speedup"], ".2f", "x"), shown(row["memory"], ".2f", "x"),
+            shown(row["gap_std"], ".2f"), shown(row["same_weights"], "+.3f", " %"),
+            f"{row['tokens_per_second']:,.0f}", shown(row["speedup"], ".2f", "x"),
+            shown(row["memory"], ".2f", "x"),
         )
         for row in rows
     ]  # fmt: skip

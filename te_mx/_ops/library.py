@@ -77,9 +77,7 @@ def are_direct(x: Tensor, *others: Tensor | None) -> bool:
 def facts_of(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What says whether and how dense tensors are read, but who watches."""
     return tuple([
-        None if t is None else (
-            type(t), t.shape, t.dtype, t.device, t.requires_grad, t.is_leaf, t.is_neg()
-        )
+        None if t is None else (type(t), t.shape, t.dtype, t.device, t.requires_grad, t.is_neg())
         for t in tensors
     ])  # fmt: skip
 

@@ -411,7 +411,8 @@ class OneCall(NamedTuple):
 
     like: shape and dtype of x; norm: the dtype of the weight of the normalization; dtypes: of its
     bias, w1, b1, w2 and b2; need: which of x and all these have gradients. keeps: whether x is kept
-    for backward, and the values of w1 and of w2. edges: of both weights in the graph.
+    for backward, and the values of w1 and of w2. edges: of both weights in the graph. owner: of
+    errors.
     """
 
     plan: LayerPlan
@@ -421,6 +422,7 @@ class OneCall(NamedTuple):
     need: Needs
     keeps: tuple[bool, bool, bool]
     edges: tuple[int, int]
+    owner: str
 
 
 # The weights and the call, and how it runs.
@@ -496,7 +498,9 @@ def _make_one(x: Tensor, p: Parameters, weights: Weights, call: Call) -> OneCall
     )  # fmt: skip
     edge = 3 - dtypes[:2].count(None)
     edges = edge, edge + 2 - dtypes[3:4].count(None)
-    return OneCall(plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), need, keeps, edges)
+    return OneCall(
+        plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), need, keeps, edges, call.owner
+    )
 
 
 class OneCallLayer(torch.autograd.Function):
@@ -518,14 +522,15 @@ class OneCallLayer(torch.autograd.Function):
             read, saved = _with_kept(weights.kept, plan, read, saved)
         y, z, *buffers = plan.forward(x, scale, shift, read, b1, b2)
         if call.tags[0] >= 0:
-            LAST_RUN.update(zip(call.tags, plan.kernels, strict=False))
+            for tag, kernel in zip(call.tags, plan.kernels, strict=False):
+                LAST_RUN[tag] = kernel
         ctx.how, ctx.grad_targets = how, weights.grad_targets
         norms = (x, scale) if keeps_x else (None, None)
         return linked(ctx, (*norms, *buffers, *saved), *((y,) if z is None else (y, z)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        made = run_backward(_backward_in_one_call, ctx.how[1].owner, ctx, *grads)
+        made = run_backward(_backward_in_one_call, ctx.how[2].owner, ctx, *grads)
         return None, *made[: len(ctx.needs_input_grad) - 1]
 
 
@@ -560,8 +565,8 @@ def _backward_in_one_call(
         )
     if made is None:
         return _in_steps(ctx, (x, scale), (columns, others), weights, (g, g_z))
-    dx, of_norm, dws, (db1, db2) = made
-    tags, need, d_weight, d_bias = call.tags, one.need, None, None
+    dx, (d_weight, d_bias), dws, (db1, db2) = made
+    tags, need = call.tags, one.need
     if tags[0] >= 0:
         for i, gemm, kernel in plan.ran:
             if into[i] is not LATER or gemm != WGRAD:
@@ -579,11 +584,16 @@ def _backward_in_one_call(
         norms = x, scale.float(), lies.mean, lies.rstd
         dx, d_weight, d_bias = step.backward(dx, g_z, norms, one.like, need, one.dtypes[0])
         d_weight = None if d_weight is None else d_weight.to(one.norm)
-    elif of_norm is not None:
-        d_weight, d_bias = _of_norm(of_norm, one.norm, one.dtypes[0])
-        d_weight, d_bias = d_weight if need[1] else None, d_bias if need[2] else None
+    elif d_weight is not None:
+        d_weight = _as(d_weight, one.norm) if need[1] else None
+        d_bias = _as(d_bias, one.dtypes[0]) if need[2] else None
         dx = dx if need[0] else None
     return dx, d_weight, d_bias, dws[0], db1, dws[1], db2
+
+
+def _as(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """A gradient in the dtype of what it belongs to."""
+    return grad if grad is None or grad.dtype is dtype else grad.to(dtype)
 
 
 def _targets(ctx: Any) -> tuple[list[Any], list[Into | None]]:
@@ -631,18 +641,6 @@ def _in_steps(
     dx, d_weight, *others = _gradients(ctx, one.need, step, read, lies.h, kept, grads)
     d_weight = None if d_weight is None else d_weight.to(one.norm)
     return dx, d_weight, *others
-
-
-def _of_norm(
-    sums: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of weight and bias of a normalization, of both as a kernel makes them."""
-    if bias_dtype is None:
-        return sums[0].to(dtype), None
-    if bias_dtype != dtype:
-        return sums[0].to(dtype), sums[1].to(bias_dtype)
-    weight, bias = (sums if sums.dtype is dtype else sums.to(dtype)).unbind()
-    return weight, bias
 
 
 def linear_in_one_call(

@@ -87,11 +87,12 @@ class NormStep(NamedTuple):
         self, weight_K: Tensor | None, bias_K: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias as kernels take them; where nothing is recorded for autograd."""
-        bias = None if bias_K is None else bias_K.to(dtype).contiguous()
-        if weight_K is None:
-            return None, bias
-        weight = weight_K.to(dtype).contiguous()
-        return weight + 1 if self.zero_centered else weight, bias
+        weight, bias = [
+            one if one is None or (one.dtype is dtype and one.is_contiguous())
+            else one.to(dtype).contiguous()
+            for one in (weight_K, bias_K)
+        ]  # fmt: skip
+        return weight + 1 if weight is not None and self.zero_centered else weight, bias
 
     def _weight(self, weight_K: Tensor) -> Tensor:
         weight = weight_K.detach().to(_F32)

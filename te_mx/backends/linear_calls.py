@@ -2,7 +2,8 @@
 they read in one buffer. What the native modules of CPUs and of Hopper share.
 
 The host is what small layers wait for: on Hopper an allocation costs it 3 to 6 us, and this way
-takes eight for a forward and backward where one step after the other takes seventeen."""
+takes eight for a forward and backward where one step after the other takes seventeen. Made is
+what a call needs by `new_empty` of numbers: torch.empty of a tuple takes twice as long."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -170,8 +171,8 @@ class Calls(LinearPlan):
         at = {"g_col": self.room.g_kept} | self.room._asdict()
         return at[of][part == "scales"] if part in ("codes", "scales") and of != "w_row" else 0
 
-    def started(self, nbytes: int, device: Any) -> tuple[Any, ...]:
-        """A workspace, and where a call runs."""
+    def started(self, nbytes: int, beside: Tensor) -> tuple[Any, ...]:
+        """A workspace on the device of a tensor, and where a call runs."""
         raise NotImplementedError
 
     def supported(self, status: int) -> bool:
@@ -183,11 +184,11 @@ class Calls(LinearPlan):
         weight: Operand | None = None, keep_row: bool = True, tag: int = -1,
     ) -> tuple[Tensor, Held]:  # fmt: skip
         """As LinearPlan.forward, nothing empty. Without keep_row x's row lies in the workspace."""
-        device, room = x.device, self.room
+        room, make = self.room, x.new_empty
         _, _, k, x_columns, _, w_kept = self.shape
-        y = torch.empty(self.y_shape, dtype=self.dtypes[3], device=device)
+        y = make(*self.y_shape, dtype=self.dtypes[3])
         nbytes = room.temp if keep_row or given is not None else self.temp_and_row
-        start = self.started(nbytes, device)
+        start = self.started(nbytes, x)
         x_row = x_col = w_col = None
         of_x: Any
         if given is not None:
@@ -197,17 +198,17 @@ class Calls(LinearPlan):
         else:
             row: Any = start[0].data_ptr() + self.row_at
             if keep_row:
-                row = torch.empty(room.x_row[2], dtype=_U8, device=device)
+                row = make(room.x_row[2], dtype=_U8)
                 x_row = row, None
             if x_columns:
-                x_col = torch.empty(room.x_col[2], dtype=_U8, device=device), None
+                x_col = make(room.x_col[2], dtype=_U8), None
             at = (x, k, 1) if x.is_contiguous() else self._matrix(x, k)
             of_x = *at, row, row, x_col and x_col[0], False
         if weight is not None:
             of_w: Any = None, k, 1, weight.codes, weight.scales, True
         else:
             if w_kept:
-                w_col = torch.empty(room.w_col[2], dtype=_U8, device=device)
+                w_col = make(room.w_col[2], dtype=_U8)
             at = (w_NK, k, 1) if w_NK.is_contiguous() else self._matrix(w_NK, k)
             of_w = *at, None, None, False
         bias = _NOTHING if bias_N is None else (bias_N.contiguous(), FLOAT_DTYPES[bias_N.dtype])
@@ -235,7 +236,7 @@ class Calls(LinearPlan):
         into: Into | None = None, tag: int = -1,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
         """As LinearPlan.backward, for grad [..., n]."""
-        device, room = grad.device, self.room
+        room, make = self.room, grad.new_empty
         _, n, k, x_columns, w_columns, _ = self.shape
         dx_dtype, w_dtype, g_dtype = self.ids
         if grad.dtype is not self.dtypes[3]:
@@ -254,24 +255,24 @@ class Calls(LinearPlan):
                 at = (w, k, 1) if w.is_contiguous() else self._matrix(w, k)
                 of_w = *at, FLOAT_DTYPES[w.dtype], None, None
             if add_to is None:
-                dx = torch.empty(self.x_shape, dtype=self.dtypes[0], device=device)
+                dx = make(*self.x_shape, dtype=self.dtypes[0])
             else:
                 dx_dtype = FLOAT_DTYPES[add_to.dtype]
         if x_columns:
             assert x_col is not None
             of_x = x_col[:1] * 2 if x_col[1] is None else _base(x_col, room.x_col)
             if into is None:
-                dw = torch.empty((n, k), dtype=self.dtypes[1], device=device)
+                dw = make(n, k, dtype=self.dtypes[1])
                 to_dw = dw, w_dtype, False
             elif into is LATER:
-                dw = g_col = torch.empty(room.g_kept[2], dtype=_U8, device=device)
+                dw = g_col = make(room.g_kept[2], dtype=_U8)
             else:
                 dw, add = into
                 assert dw is not None
                 to_dw = dw, FLOAT_DTYPES[dw.dtype], add
         if self.need_db:
-            db = torch.empty(n, dtype=self.dtypes[2], device=device)
-        start = self.started(room.backward_temp, device)
+            db = make(n, dtype=self.dtypes[2])
+        start = self.started(room.backward_temp, grad)
         of_g = (grad, n, 1) if grad.is_contiguous() else self._matrix(grad, n)
         ran = self.backward_call(
             *start, *of_g, g_dtype, *of_w, dx, dx_dtype, add_to is not None, *of_x, *to_dw, g_col,
@@ -299,12 +300,12 @@ class Calls(LinearPlan):
     ) -> Tensor:  # fmt: skip
         """As LinearPlan.wgrad."""
         _, n, k, *_ = self.shape
-        device, nbytes = g_col.device, self.room.backward_temp
+        nbytes = self.room.backward_temp
         if out is None:
-            out = torch.empty((n, k), dtype=dtype, device=device)
+            out = g_col.new_empty(n, k, dtype=dtype)
         else:
             _written(out)
-        start = self.started(nbytes, device)
+        start = self.started(nbytes, g_col)
         ran = self.wgrad_call(
             *start, g_col, *_base(x_col, self.room.x_col), out,
             FLOAT_DTYPES[out.dtype], accumulate,

@@ -154,7 +154,7 @@ RECOMPUTED = (
 def current_recipe() -> Recipe | None:
     """The recipe that is active in this thread or task, None where MXFP8 is off."""
     region = active_region()
-    return None if region is None else region.recipe
+    return None if region is None or region.recipe is None else region.recipe.__copy__()
 
 
 @contextmanager
@@ -266,8 +266,10 @@ class autocast:
                 )
             recipe = calibrating
         resolved = resolve_recipe(recipe) if enabled else None
-        # A change of the recipe counts in regions that are made after it.
-        self._recipe = resolved if resolved is None or is_tracing() else resolved.__copy__()
+        # A change of the recipe counts in regions that are made after it. Nobody has what a name
+        # stands for, and `current_recipe` gives no one the region's own.
+        own = recipe is None or type(recipe) is str or is_tracing()
+        self._recipe = resolved if resolved is None or own else resolved.__copy__()
         self._settings = None if resolved is None else resolved.chosen
         self._open: list[Region] = []  # entered through this object and not left
 

@@ -65,11 +65,10 @@ class LayerProblem(NamedTuple):
     device: torch.device
 
 
-# Those of x, of weight and bias of the normalization [2, k], of both weights (with LATER columns of
-# the output gradient in their place) and biases; None for what nobody needs.
-Gradients = tuple[
-    Tensor | None, Tensor | None, Sequence[Any], tuple[Tensor | None, Tensor | None]
-]  # fmt: skip
+# Those of x, of weight and bias of the normalization, of both weights (with LATER columns of the
+# output gradient in their place) and biases; None for what nobody needs.
+Two = tuple[Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, Two, Sequence[Any], Two]
 
 
 class Saved(NamedTuple):

@@ -122,6 +122,75 @@ def test_gradients_of_normalization(kind, shape, dtypes):
         same(one, two)
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(300, 200), (77, 1001), (1000, 264), (4500, 136), (1, 1)])
+def test_gradients_of_normalization_that_count_in_zeros(kind, dtype, shape):
+    """As a quantizer left them: the sums come in the launch that makes dx, with the same bits, and
+    of a normalization without a bias nothing is written in its place."""
+    (rows, cols), native = shape, calls.native()
+    x, weight, _, norm = norm_case(kind, shape, dtype)
+    mean, rstd, _ = fused.normalize(x, weight, None, norm, F32)
+    dz = randn(*shape, dtype=dtype, seed=4)
+    expected = norm_backward_2d(dz, x, weight, mean, rstd, dtype)
+    words = 1 + -(-rows // 128) + -(-cols // 128)
+    other = randn(40, 64)
+    left, counters = calls.poisoned_packed(40, 64), torch.full((words + 1,), -1, device="cuda")
+    counters = counters.to(torch.int32)
+    quantizer = native.QuantizeArgs(
+        x=calls.matrix(other), row=calls.out_record(left, "packed"), spread=8,
+        workspace=calls.address(counters), workspace_bytes=4 * words, stream=calls.stream(),
+    )  # fmt: skip
+    assert native.quantize(quantizer) == 0
+    alone = calls.quantize(other, col=None)[0]
+    same(left.codes, alone.codes), same(left.scales, alone.scales)
+    assert counters.tolist() == [0] * words + [-1]
+    dx, dweight = torch.full_like(x, torch.nan), torch.full_like(weight, torch.nan)
+    dbias = None if kind == "RMSNorm" else torch.full_like(weight, torch.nan)
+    parts = native.norm_partial_sums(rows) * 2 * cols
+    scratch = torch.full((parts + 2 * rows,), torch.nan, device="cuda")
+    record = native.NormGradArgs(
+        dz=calls.matrix(dz), x=calls.matrix(x), rms=mean is None, inverse=fused.inverse(cols),
+        weight=calls.address(weight), mean=calls.address(mean), rstd=calls.address(rstd),
+        dx=calls.address(dx), dx_dtype=calls.DTYPES[dtype], dweight=calls.address(dweight),
+        dbias=calls.address(dbias), partial=calls.address(scratch),
+        row_sums=calls.address(scratch) + 4 * parts, workspace=calls.address(counters),
+        workspace_bytes=4 * words, stream=calls.stream(),
+    )  # fmt: skip
+    assert native.normalize_backward(record) == 0
+    same(dx, expected[0]), same(dweight, expected[1])
+    if dbias is not None:
+        same(dbias, expected[2])
+    assert counters[-1] == -1
+    record.workspace_bytes -= 4
+    assert native.normalize_backward(record) != 0
+
+
+@pytest.mark.parametrize("shapes", [((64, 96), (300, 200)), ((129, 264), (7, 8)), ((1, 1), (1, 1))])
+def test_two_matrices_in_one_launch(shapes):
+    """And without one of them, and in a dtype that has no such launch: the same bytes."""
+    native, target = calls.native(), [0x3F] * 3
+    for dtype in (BF16, F32):
+        made, records = [], []
+        zeros = torch.tensor(target, dtype=torch.int32, device="cuda")
+        xs = [randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+        for x in xs:
+            out = calls.poisoned_packed(*x.shape), calls.poisoned_packed(*reversed(x.shape))
+            sides = {
+                s: calls.out_record(o, "packed") for s, o in zip(("row", "col"), out, strict=True)
+            }
+            made.append(out)
+            records.append(native.QuantizeArgs(
+                x=calls.matrix(x), spread=8, stream=calls.stream(), **sides
+            ))  # fmt: skip
+        records[1].workspace, records[1].workspace_bytes = calls.address(zeros), 8
+        assert native.quantize_two(*records) == 0
+        for x, out in zip(xs, made, strict=True):
+            for got, expected in zip(out, calls.quantize(x)[:2], strict=True):
+                same(got.codes, expected.codes), same(got.scales, expected.scales)
+        assert zeros.tolist() == [0, 0, 0x3F]
+
+
 # Clusters of every size: one group of rows, several and a part at the end, pieces for some threads.
 STRIPS = ((8, 2048), (1544, 2304), (2064, 4096), (200, 4352), (520, 8192), (72, 8448), (96, 14336))
 

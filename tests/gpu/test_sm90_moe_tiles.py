@@ -4,11 +4,19 @@ tiles, against loops in fp64; more slots and pieces than a launch used to take."
 from __future__ import annotations
 
 import pytest
+import sm90_calls as calls
 import torch
 
 import te_mx
+from te_mx._ops import Quantize
+from te_mx._ops.fused import act_quantize_2d
+from te_mx._ops.grouped_fused import act_quantize_grouped
+from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90 import experts as tiles
-from te_mx.backends.sm90 import grouped
+from te_mx.backends.sm90 import experts_mxfp4, grouped
+from te_mx.backends.sm90.layouts import groups as sm90_groups
+from te_mx.dispatch.calls import ActGroups, GroupedRows, Groups, Mode, QuantizeGroups
+from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.recipe import MXFP8BlockScaling
 
 DEVICE = "cuda"
@@ -220,15 +228,18 @@ def test_packed_experts(hidden, inner, tokens):
         (9, "silu", torch.float32, 0),
         (200, "gelu_tanh", torch.float16, 0),
         (150, "silu", torch.bfloat16, 3),
+        (150, "silu", torch.bfloat16, 2),
     ],
 )
 def test_experts_of_four_bits_run_from_one_copy(tokens, activation, dtype, bands, monkeypatch):
-    """bands: that become tiles, one after the other."""
+    """bands: that become tiles, one after the other; two where they do as they are multiplied."""
     torch.manual_seed(0)
     experts, hidden, inner, made = 5, 136, 160, []
     if bands:
         monkeypatch.setattr(tiles, "LEAST_ROWS_STANDING", 1)
         monkeypatch.setattr(grouped, "BAND_BYTES", 1)
+        if bands > 2:
+            monkeypatch.setattr(grouped, "MOST_IN_LOOP", 0)
         whole = grouped.gemm_rows
         monkeypatch.setattr(grouped, "gemm_rows", lambda *args: made.append(whole(*args)))
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
@@ -254,6 +265,130 @@ def test_experts_of_four_bits_run_from_one_copy(tokens, activation, dtype, bands
     )
     there = (ids >= 0).flatten()
     torch.testing.assert_close(two[there], one[there], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ["gaussian", "mixed", "nan", "rows"])
+@pytest.mark.parametrize("splits", [[40, 0, 3, 90], [0, 0, 300, 0], [129, 1, 191, 17]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "spread", "rule"),
+    [
+        (torch.bfloat16, "mxfp8_e4m3", 8, "rceil"),
+        (torch.bfloat16, "mxfp8_e4m3", 9, "rceil"),
+        (torch.float16, "mxfp8_e5m2", 3, "floor"),
+    ],
+)
+def test_rows_of_groups_have_the_bytes_of_each_alone(dtype, fmt, spread, rule, splits, kind):
+    """Gathered, and of gated activations: rows alone are quantized by a kernel of their own."""
+    rows, cols, ends = sum(splits), 200, torch.tensor(splits).cumsum(0)
+    groups, row = Groups(ends.cuda().int()), f"{fmt}@sm90_rows:{spread}"
+    x = calls.data(50, cols, kind, dtype)
+    places = torch.randint(len(x), (rows,), device=DEVICE, dtype=torch.int32)
+    made = grouped.quantize_groups(QuantizeGroups(x, groups, row, "", rule), places).row
+    pairs = [(made, x[places.long()])]
+    h = calls.data(rows, 2 * cols, kind, dtype, 1)
+    for act in ("swiglu", "geglu"):
+        step = ActStep(h, None, Activation(act), dtype, False, Target(row, "", rule))
+        plain = step._replace(keep=True, target=Target("", "", rule))
+        values = act_quantize_2d(plain).out
+        pairs.append((act_quantize_grouped(ActGroups(step, groups)).row, values))
+    for got, values in pairs:
+        for i, (end, size) in enumerate(zip(ends.tolist(), splits, strict=True)):
+            if not size:
+                continue
+            alone = values[end - size : end].cpu()
+            want = reference_quantize(Quantize(alone, f"{fmt}@sm90:{spread}", "", rule)).row
+            own = sm90_groups.rows_of(got, end - size, end, i)
+            assert torch.equal(own.codes.cpu()[:, :cols], want.codes[:, :cols])
+            count = -(-size // 128)  # those that pad an odd number are nobody's
+            assert torch.equal(own.scales.cpu()[:, :count], want.scales[:, :count])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shape", [(1, 136), (3, 1416), (70, 96)], ids=str)
+@pytest.mark.parametrize("act", ["swiglu", "geglu", "qgeglu"])
+@pytest.mark.parametrize(
+    ("dtype", "fmt"), [(torch.bfloat16, "mxfp8_e4m3"), (torch.float16, "mxfp8_e5m2")]
+)
+def test_activated_rows_have_the_bytes_of_what_is_kept(shape, act, dtype, fmt):
+    """Codes alone are made by another kernel than codes and values."""
+    rows, cols = shape
+    for kind in ("gaussian", "mixed", "nan"):
+        h = calls.data(rows, 2 * cols, kind, dtype)
+        step = ActStep(h, None, Activation(act), dtype, True, Target(f"{fmt}@rows", "", "rceil"))
+        kept, alone = act_quantize_2d(step), act_quantize_2d(step._replace(keep=False))
+        for got, want in zip(alone.quantized.row[:2], kept.quantized.row[:2], strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [(1, 136, 128), (2, 200, 192), (1, 1024, 512)], ids=str)
+@pytest.mark.parametrize(("dtype", "act"), [(torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")])
+def test_slots_that_share_no_expert_have_the_bits_of_sorted_ones(size, dtype, act, monkeypatch):
+    torch.manual_seed(0)
+    (tokens, hidden, inner), experts = size, 24
+    x = torch.randn(tokens + 8, hidden, device=DEVICE, dtype=dtype)
+    w13, w2 = (
+        te_mx.moe.pack_experts(
+            te_mx.quantize(torch.randn(experts, *shape, device=DEVICE) / 8, fmt="mxfp4")
+        )
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    ids, scores = routed(tokens + 8, 3, experts), torch.rand(tokens + 8, 3, device=DEVICE)
+    ids[0, 1] = -1
+    biases = [torch.randn(experts, n, device=DEVICE) for n in (2 * inner, hidden)]
+    sorts = []
+    real = experts_mxfp4.sort_slots
+    monkeypatch.setattr(experts_mxfp4, "sort_slots", lambda *args: sorts.append(1) or real(*args))
+    made = []
+    for count in (tokens, tokens + 8):
+        few = x[:count], w13, w2, scores[:count], ids[:count]
+        made.append(te_mx.moe.fused_experts(*few, act, biases=biases)[:tokens])
+        assert len(sorts) == (count > tokens)
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("x_fmt", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [
+        ((5, 0, 1, 12, 3), 64, 32),
+        ((1, 130, 0, 257, 300), 320, 200),
+        ((600, 2, 255, 256, 0), 200, 1056),
+    ],
+)
+def test_rows_of_groups_times_weights_of_four_bits_that_stand(sizes, n, k, x_fmt):
+    """Weights whose tiles share a scale, that are too far apart for that, with blocks of zeros, or
+    nothing else; rows that share scales, or have their own; rows of no group behind the others."""
+    torch.manual_seed(sum(sizes) + n + k)
+    rows = sum(sizes) + 3
+    w = torch.randn(5, n, k, device=DEVICE) / 16
+    apart = torch.randint(-20, 1, (n, -(-k // 32)), device=DEVICE).exp2()
+    w[1] *= apart.repeat_interleave(32, 1)[:, :k]
+    w[3] *= (torch.rand(n, -(-k // 32), device=DEVICE) > 0.3).repeat_interleave(32, 1)[:, :k]
+    w[3, :, :32] *= 2.0**-11
+    w[4, : n // 2] = 0.0
+    x = torch.randn(rows, k, device=DEVICE)
+    x[::3] *= torch.randint(-30, 30, (len(x[::3]), 1), device=DEVICE).exp2()
+    x[: rows // 4, :32] *= 2.0**-14
+    bias = torch.randn(5, n, device=DEVICE)
+    stack = te_mx.moe.pack_experts(te_mx.quantize(w, fmt="mxfp4")).stack
+    assert stack.layout.name == "sm90_nvfp4"
+    groups = Groups(torch.tensor(sizes, device=DEVICE).cumsum(0).int())
+    spec = QuantizeGroups(x, groups, f"{x_fmt}@sm90_rows:8", "", "rceil")
+    lhs = grouped.quantize_groups(spec).row
+    values = te_mx.quantize(x, fmt=x_fmt).dequantize().double()
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.full((rows, n), torch.nan, device=DEVICE, dtype=dtype)
+        grouped.gemm_rows(GroupedRows(lhs, stack, groups, bias, out, Mode()), stack)
+        end = 0
+        for i, size in enumerate(sizes):
+            own, weight = values[end : end + size], stack.group(i).values(torch.float32).double()
+            want = own @ weight.t() + bias[i].double()
+            sums = own.abs() @ weight.abs().t() + bias[i].abs().double()
+            room = sums * 2.0**-9 + want.abs() * torch.finfo(dtype).eps
+            assert bool(((out[end : end + size].double() - want).abs() <= room).all()), i
+            end += size
+        assert not out[end:].any()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -328,8 +328,10 @@ def test_a_frozen_layer_at_any_number_of_rows(monkeypatch):
 
 
 @pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("most", [0, grouped.MOST_IN_LOOP])
 @pytest.mark.parametrize("drop", [True, False])
-def test_many_rows_of_groups_become_tiles_band_by_band(drop, monkeypatch):
+def test_many_rows_of_groups_become_tiles(drop, most, monkeypatch):
+    """Band by band, or where they are multiplied."""
     layer = te_mx.GroupedLinear(3, 136, 320, params_dtype=BF16, device="cuda")
     recipe = MXFP4BlockScaling(x="mxfp8_e4m3")
     with te_mx.autocast(recipe=recipe):
@@ -340,6 +342,7 @@ def test_many_rows_of_groups_become_tiles_band_by_band(drop, monkeypatch):
         assert LAST_RUN[layer._tag_now()] == QUANTIZED
         monkeypatch.setattr(nvfp4, "MOST_GROUPED", 1)
         monkeypatch.setattr(grouped, "BAND_BYTES", 1)
+        monkeypatch.setattr(grouped, "MOST_IN_LOOP", most)
         monkeypatch.setattr(type(SM90_NVFP4), "unpack", None)  # nobody turns it into plain codes
         registry.forget()
         many = layer(x, sizes)

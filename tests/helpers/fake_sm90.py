@@ -144,6 +144,8 @@ def quantize_two(first, second) -> int:
 
 
 def quantize(args) -> int:
+    if args.workspace:
+        at(args.workspace, (args.workspace_bytes,)).fill_(0)
     return _end_in(args, read_matrix(args.x))
 
 
@@ -395,10 +397,18 @@ def _in_fp32(address: int, size: int, dtype: int) -> Tensor | None:
     return _vector(address, size, dtype).float() if address else None
 
 
+def _count(args, words: int) -> None:
+    """In memory of any values, or in a workspace that a quantizer left as zeros."""
+    address = args.counters or args.workspace
+    if not args.counters:
+        assert args.workspace_bytes >= 4 * words and not at(address, (4 * words,)).any()
+    at(address, (4 * words,)).fill_(0xFF)
+
+
 def normalize(args) -> int:
     rows, cols = args.x_rows, args.x_cols
     assert args.inverse == fused.inverse(cols)
-    at(args.counters, (4 * -(-rows // 128),)).fill_(0xFF)
+    _count(args, 1 + -(-rows // 128))
     kind = Norm("RMSNorm" if args.rms else "LayerNorm", args.eps)
     mean, rstd, z = fused.normalize(
         read_matrix(args.x), _in_fp32(args.weight, cols, args.weight_dtype),
@@ -422,19 +432,19 @@ def normalize_backward(args) -> int:
     assert (args.dz_rows, args.dz_cols) == (rows, cols)
     assert args.dz_dtype == args.x_dtype or args.x_dtype == FLOAT_DTYPES[torch.float32]
     dtype = _DTYPES[args.weight_dtype]
-    assert args.dbias == args.dweight + dtype.itemsize * cols
     for place, size in (
-        (args.row_sums, rows * 2),
-        (args.partial, norm_partial_sums(rows) * 2 * cols),
-        (args.counters, -(-rows // 128)),
-    ):
+        (args.row_sums, rows * 2), (args.partial, norm_partial_sums(rows) * 2 * cols),
+    ):  # fmt: skip
         _vector(place, size).fill_(torch.nan)
+    _count(args, 1 + -(-rows // 128))
     made = fused.normalize_backward(
         read_matrix(args.dz), read_matrix(args.x), _in_fp32(args.weight, cols, args.weight_dtype),
         _vector(args.mean, rows), _vector(args.rstd, rows), _DTYPES[args.dx_dtype],
     )  # fmt: skip
     at(args.dx, (rows, cols), _DTYPES[args.dx_dtype]).copy_(made[0])
-    at(args.dweight, (2, cols), dtype).copy_(torch.stack(made[1:]))
+    for place, sums in zip((args.dweight, args.dbias), made[1:], strict=True):
+        if place:
+            at(place, (cols,), dtype).copy_(sums)
     return OK
 
 

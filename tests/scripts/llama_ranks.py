@@ -26,7 +26,7 @@ def settings(kind: str, mode: str, *more: str) -> train.LlamaSettings:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    device, text, found = parallel.start("cpu"), data.load_stdlib(), {}
+    device, text, found = parallel.start("cpu"), data.load(), {}
 
     def trained(chosen: train.LlamaSettings, name: str, **how: object) -> dict:
         return run(chosen, folder / name, text=text, make=parallel.ParallelTrainer, **how)

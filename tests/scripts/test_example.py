@@ -24,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[NO_GPU, pytest.mark.gpu])]
 
 @pytest.fixture(scope="module")
 def text() -> data.Text:
-    return data.load_stdlib()
+    return data.load()
 
 
 def settings(mode: str, **changes: object) -> train.Settings:
@@ -45,6 +45,16 @@ def test_text_is_split_by_whole_files(text: data.Text) -> None:
     assert (
         int((text.train == 0).sum() + (text.val == 0).sum()) >= text.files
     )  # a zero byte ends each
+
+
+def test_text_of_a_folder(tmp_path: Path) -> None:
+    for i in range(64):
+        (tmp_path / f"{i}.md").write_text(f"page {i}")
+    (tmp_path / "image.png").write_bytes(b"\xff")
+    text = data.load(str(tmp_path))
+    whole = torch.cat([text.train, text.val]).numpy().tobytes()
+    assert sorted(whole.split(b"\0")) == sorted([b"", *(b"page %d" % i for i in range(64))])
+    assert text.files == 64 and len(text.val)
 
 
 def test_batches_depend_on_seed_and_step_only(text: data.Text) -> None:

@@ -23,7 +23,7 @@ OLD = ["bf16.json", "bf16.pt", "mxfp8.json", "mxfp8.pt"]
 @pytest.fixture(autouse=True)
 def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = torch.arange(5000, dtype=torch.uint8)
-    monkeypatch.setattr(data, "load_stdlib", lambda: data.Text(letters, letters, 1))
+    monkeypatch.setattr(data, "load", lambda folder: data.Text(letters, letters, 1))
 
 
 @pytest.fixture
@@ -80,6 +80,8 @@ def test_a_machine_that_lacks_something_is_told_first(
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(finished)})
     assert main(finished) == 2
     assert f"{finished} has 0 .py files" in capsys.readouterr().err
+    assert main(finished, "--text", str(finished / "none")) == 2
+    assert "--text is a folder with many .py" in capsys.readouterr().err
     assert sorted(os.listdir(finished)) == OLD
 
 

@@ -27,7 +27,7 @@ TINY = ["--config", "tiny", "--dtype", "bf16"]
 
 @pytest.fixture(scope="module")
 def text() -> data.Text:
-    return data.load_stdlib()
+    return data.load()
 
 
 def settings(mode: str, *options: str) -> train.LlamaSettings:

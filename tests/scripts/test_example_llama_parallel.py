@@ -32,7 +32,7 @@ def found(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict:
     """The runs of one process, by mode."""
-    text, folder = data.load_stdlib(), tmp_path_factory.mktemp("alone")
+    text, folder = data.load(), tmp_path_factory.mktemp("alone")
     args = train_llama.parse(llama_ranks.SMALL)
     chosen = {m: replace(train_llama.settings(args, m), fuse=False) for m in ("fp32", "mxfp8")}
     return {

@@ -42,6 +42,8 @@ def test_a_study_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkeypat
     assert [row["recipe"] for row in rows] == ["bf16", "again", "mxfp4_all-final"]
     assert all(row["seeds"] == [0, 1] and row["loss_std"] > 0 for row in rows)
     assert rows[0]["gap_percent"] == 0 and 0 < abs(rows[1]["gap_percent"]) < 2
+    assert [row["same_weights"] is None for row in rows] == [True, True, False]
+    assert 0 < abs(rows[2]["same_weights"]) < 1  # percent
     assert re.search(r"again +2 +\d\.\d{4} +\d\.\d{4} +[+-]\d\.\d\d %", said)
     assert not list(whole.glob("*.pt"))
     step, steps = train.LlamaTrainer.step, []

@@ -59,7 +59,7 @@ struct NormGradArgs {
   void* dx = nullptr;  // [rows, cols] compact
   DType dx_dtype = DType::f32;
   void* dweight = nullptr;  // [cols]
-  void* dbias = nullptr;    // [cols]; a CPU takes null, a GPU has it behind dweight
+  void* dbias = nullptr;    // [cols], or null
   // Scratch: partial sums of dweight and dbias; of a GPU sums of rows [rows, 2], and counters.
   float* partial = nullptr;
   float* row_sums = nullptr;

@@ -16,10 +16,10 @@ bool available();
 
 // Rows are k_last or tiles, columns k_last, k_first, tiles or, of blocks of 1 x 128 by the rule
 // pow2, aligned_tiles. col_sum_ws [ceil(rows/128), cols]. With a Hadamard transform one direction,
-// without sums. A seed goes with e2m1 alone. Other quantizers know neither.
+// without sums. A seed goes with e2m1 alone. A workspace becomes zeros. Others know none of these.
 Status quantize(const QuantizeArgs& args);
 // Two matrices that do not depend on each other, at the same time where the GPU has room for both.
-// On the same stream; the first without col_sum.
+// On the same stream; the first without col_sum and workspace.
 Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second);
 // Matrices xs[i] of rows[i] rows as the one that args.x says, behind each other, to tiles of MX;
 // at most kMostJoined. All but the last have whole tiles of 128 rows; unsupported otherwise. `xs`
@@ -105,12 +105,12 @@ Status moe_align(const MoeAlignArgs& args);
 Status moe_combine(const MoeCombineArgs& args);
 
 // ------------------------------------------------------------------------------------- fused steps
-// z = norm(x), where x has z's dtype or is fp32. counters: norm_counters(rows).
+// z = norm(x); x has z's dtype or is fp32. counters: norm_counters(rows), or a workspace of zeros.
 Status normalize(const NormArgs& args);
 // Few rows, each by a CTA, in any dtypes; weight and bias have one.
 Status normalize_rows(const NormRowsArgs& args);
-// dz has x's dtype or one of 16 bits beside an fp32 x. counters as above, partial
-// [norm_partial_sums(rows), 2, cols].
+// dz has x's dtype or one of 16 bits beside an fp32 x. counters as above, or zeros as these and one
+// for every 128 columns; partial [norm_partial_sums(rows), 2, cols].
 Status normalize_backward(const NormGradArgs& args);
 // Everything has the dtype of the result.
 Status activate(const ActArgs& args);

@@ -100,8 +100,15 @@ inline Status make_bands(Bands& b, uint32_t* ws, int64_t rows, int64_t cols, int
   return Status::ok;
 }
 
-// The kernel's counters start at 0.
-inline Status clear_bands(const Bands& b, cudaStream_t stream) {
+// The counters of a call: those of its workspace, which is zeros, or `counters`, whatever they are.
+// NOTE: a quantizer that ran before has cleared a workspace in passing; a memset is a launch.
+inline uint32_t* counters_of(const Execution& execution, uint32_t* counters, int64_t words) {
+  if (counters != nullptr) return counters;
+  return execution.workspace_bytes < words * 4 ? nullptr
+                                               : static_cast<uint32_t*>(execution.workspace);
+}
+inline Status clear_bands(const Bands& b, const uint32_t* counters, cudaStream_t stream) {
+  if (counters == nullptr) return Status::ok;
   return started(cudaMemsetAsync(b.ws, 0, (1 + b.bands) * sizeof(uint32_t), stream));
 }
 

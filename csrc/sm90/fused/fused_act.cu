@@ -1,5 +1,7 @@
 // Entry point of the activations: picks the instance for the type and the format.
+#include "fused/act_rows.h"
 #include "fused/fused_act.cuh"
+#include "quantize/group_rows.h"
 #include "quantize/quantize_launch.h"
 
 namespace te_mx::sm90 {
@@ -76,6 +78,8 @@ Status run(const ActArgs& a, const Groups* groups) {
     p.groups = group_table(*groups);
   }
   if (status != Status::ok) return status;
+  status = groups == nullptr ? act_rows(a, q) : activate_group_rows(a, q, *groups);
+  if (status != Status::unsupported) return status;
   p.in_pairs = a.in_pairs;
   p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
   p.act = {a.act, a.gated, a.limit, a.alpha, a.offset};

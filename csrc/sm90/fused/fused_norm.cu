@@ -126,7 +126,8 @@ Status normalize(const NormArgs& a) {
                             a.execution.stream);
   if (status != Status::ok) return status;
   if (q.rows == 0 || q.cols == 0) return Status::ok;
-  if (a.counters == nullptr || a.rstd == nullptr || (a.mean == nullptr) != a.rms ||
+  uint32_t* const counters = counters_of(a.execution, a.counters, norm_counters(q.rows));
+  if (counters == nullptr || a.rstd == nullptr || (a.mean == nullptr) != a.rms ||
       q.col_sum != nullptr) {
     return Status::bad_argument;
   }
@@ -140,10 +141,10 @@ Status normalize(const NormArgs& a) {
   p.n = {rows_of(a.x), q.rows, q.cols, a.rms, p.vectors, a.eps, a.inverse, a.mean, a.rstd};
   p.weight = a.weight, p.bias = a.bias, p.weight_dtype = a.weight_dtype, p.z = a.z;
   unsigned ctas = 0;
-  status = make_bands(p.bands, a.counters, q.rows, q.cols, bytes, ctas);
+  status = make_bands(p.bands, counters, q.rows, q.cols, bytes, ctas);
   if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(q.stream);
-  status = clear_bands(p.bands, stream);
+  status = clear_bands(p.bands, a.counters, stream);
   if (status != Status::ok) return status;
   if (is_blockwise(a.to.scaling)) return launch_factors(p, a.x.dtype, ctas, stream);
   if (a.x.dtype == DType::f32) {

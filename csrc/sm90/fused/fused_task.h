@@ -28,7 +28,8 @@ struct NormGradTask {
   const float* mean;  // null with rms
   const float* rstd;
   void* dx;            // [rows, cols] compact
-  void* sums;          // [2, cols] of weight_dtype: dweight, dbias
+  void* dweight;       // [cols] of weight_dtype
+  void* dbias;         // likewise, or null
   float* row_sums;     // [rows, 2], scratch
   float* partial;      // [norm_partial_sums(rows), 2, cols], scratch
   uint32_t* counters;  // norm_counters(rows)

@@ -2,7 +2,7 @@
 // and tiles that need them in one kernel (bands.cuh), so that dz and x are read from memory once.
 #include "fused/norm_backward.cuh"
 #include "fused/norm_stats.cuh"
-#include "quantize/quantize_launch.h"
+#include "quantize/quantize_launch.cuh"
 #include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
@@ -12,6 +12,7 @@ namespace {
 struct GradParams {
   NormGradTask a;
   Bands bands;
+  uint32_t* done;  // tiles of every column of tiles, 0 at the start; null: others add up `partial`
   int row_tiles, col_tiles;
   bool vectors;         // dz and x have 16-byte vectors of 8 elements only, aligned
   bool weight_vectors;  // weight likewise
@@ -82,6 +83,32 @@ __device__ __forceinline__ void write_row(const NormGradTask& a, const float (&v
   }
 }
 
+// dweight and dbias of a column of tiles, by the CTA that was the last to leave its sums in
+// `partial`; in the order of add_tiles(). The whole CTA calls it.
+__device__ __forceinline__ void add_up_last(const GradParams& p, int ct, uint32_t& shared) {
+  const NormGradTask& a = p.a;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) shared = atomicAdd(p.done + ct, 1u);
+  __syncthreads();
+  if (static_cast<int>(shared) != p.row_tiles - 1) return;
+  __threadfence();
+  const int64_t col = ct * 128ll + threadIdx.x % 128;
+  void* const to = threadIdx.x < 128 ? a.dweight : a.dbias;
+  if (col >= a.cols || to == nullptr) return;
+  const int64_t at = threadIdx.x / 128 * a.cols + col;
+  float s[kSumHeight]{};
+  for (int first = 0; first < p.row_tiles; first += kSumHeight) {
+#pragma unroll
+    for (int i = 0; i < kSumHeight; ++i) {
+      if (first + i < p.row_tiles) s[i] += __ldcg(a.partial + (first + i) * 2 * a.cols + at);
+    }
+  }
+#pragma unroll
+  for (int i = 1; i < kSumHeight; ++i) s[0] += s[i];
+  store_number(to, col, a.weight_dtype, s[0]);
+}
+
 template <class Dz, class X>
 constexpr int kGradSmem = fused_smem_bytes<X, QuantizeSmem>(1) + kSlotChunks<Dz> * kChunkStep * 16;
 
@@ -141,11 +168,13 @@ __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024
   s.cols[at.band][at.folded_col() + 1] = {w.y, b.y};
   __syncthreads();
   const int c = threadIdx.x;
-  if (c >= 128 || col0 + c >= a.cols) return;
-  const float2 p0 = s.cols[0][c], p1 = s.cols[1][c], p2 = s.cols[2][c], p3 = s.cols[3][c];
-  float* const to = a.partial + rt * 2 * a.cols + col0 + c;
-  to[0] = (p0.x + p1.x) + (p2.x + p3.x);
-  to[a.cols] = (p0.y + p1.y) + (p2.y + p3.y);
+  if (c < 128 && col0 + c < a.cols) {
+    const float2 p0 = s.cols[0][c], p1 = s.cols[1][c], p2 = s.cols[2][c], p3 = s.cols[3][c];
+    float* const to = a.partial + rt * 2 * a.cols + col0 + c;
+    to[0] = (p0.x + p1.x) + (p2.x + p3.x);
+    to[a.cols] = (p0.y + p1.y) + (p2.y + p3.y);
+  }
+  if (p.done != nullptr) add_up_last(p, ct, *reinterpret_cast<uint32_t*>(s.rows));
 }
 
 template <class Dz, class X>
@@ -166,9 +195,11 @@ Status normalize_backward(const NormGradArgs& args) {
   }
   if (dz.col_stride != 1 || x.col_stride != 1) return Status::unsupported;
   if (x.rows == 0 || x.cols == 0) return Status::ok;
-  if (args.counters == nullptr || args.row_sums == nullptr || args.partial == nullptr ||
-      (args.mean == nullptr) != args.rms ||
-      args.dbias != static_cast<char*>(args.dweight) + x.cols * bytes_of(args.weight_dtype)) {
+  const int64_t row_tiles = (x.rows + 127) / 128, col_tiles = (x.cols + 127) / 128;
+  uint32_t* const counters =
+      counters_of(args.execution, args.counters, norm_counters(x.rows) + col_tiles);
+  if (counters == nullptr || args.row_sums == nullptr || args.partial == nullptr ||
+      (args.mean == nullptr) != args.rms || args.dweight == nullptr) {
     return Status::bad_argument;
   }
   NormGradTask a{};
@@ -176,18 +207,22 @@ Status normalize_backward(const NormGradArgs& args) {
   a.dz_dtype = dz.dtype, a.x_dtype = x.dtype, a.dx_dtype = args.dx_dtype;
   a.rms = args.rms, a.inverse = args.inverse, a.weight = args.weight;
   a.weight_dtype = args.weight_dtype;
-  a.mean = args.mean, a.rstd = args.rstd, a.dx = args.dx, a.sums = args.dweight;
-  a.row_sums = args.row_sums, a.partial = args.partial, a.counters = args.counters;
+  a.mean = args.mean, a.rstd = args.rstd, a.dx = args.dx, a.dweight = args.dweight,
+  a.dbias = args.dbias;
+  a.row_sums = args.row_sums, a.partial = args.partial, a.counters = counters;
   a.stream = args.execution.stream;
   Status status = fits_strips(a) ? norm_backward_strips(a) : Status::unsupported;
   if (status != Status::unsupported) return status;
-  GradParams p{a, {}, 0, 0, false, false};
+  GradParams p{a};
   unsigned ctas = 0;
   const int bytes = bytes_of(a.dz_dtype) + bytes_of(a.x_dtype);
   status = make_bands(p.bands, a.counters, a.rows, a.cols, bytes, ctas);
   if (status != Status::ok) return status;
-  p.row_tiles = static_cast<int>((a.rows + 127) / 128);
-  p.col_tiles = static_cast<int>((a.cols + 127) / 128);
+  p.row_tiles = static_cast<int>(row_tiles), p.col_tiles = static_cast<int>(col_tiles);
+  // NOTE: one CTA would take long over the sums of more; a launch is short beside as many tiles.
+  constexpr int kMostAtOnce = 32;
+  const bool at_once = args.counters == nullptr && row_tiles <= kMostAtOnce;
+  if (at_once) p.done = counters + norm_counters(x.rows);
   const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
   const auto whole = [&](const Rows& m, DType dtype) {
     return m.stride * bytes_of(dtype) % 16 == 0 && aligned(m.data);
@@ -195,7 +230,7 @@ Status normalize_backward(const NormGradArgs& args) {
   p.vectors = a.cols % 8 == 0 && whole(a.dz, a.dz_dtype) && whole(a.x, a.x_dtype);
   p.weight_vectors = a.cols % 8 == 0 && aligned(a.weight);
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  status = clear_bands(p.bands, stream);
+  status = clear_bands(p.bands, args.counters, stream);
   if (status != Status::ok) return status;
   if (a.dz_dtype == a.x_dtype) {
     status = a.x_dtype == DType::bf16
@@ -208,8 +243,9 @@ Status normalize_backward(const NormGradArgs& args) {
   } else {
     return Status::unsupported;
   }
-  if (status != Status::ok) return status;
-  return launch_sums(a.partial, a.sums, a.weight_dtype, p.row_tiles, 2 * a.cols, stream);
+  if (status != Status::ok || at_once) return status;
+  return launch_two_sums(a.partial, a.dweight, a.dbias, a.weight_dtype, p.row_tiles, a.cols,
+                         stream);
 }
 
 }  // namespace te_mx::sm90

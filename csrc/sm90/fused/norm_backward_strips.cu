@@ -238,7 +238,7 @@ Status launch(const NormGradTask& a, int pieces, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(units * kCtas));
   const Status status = launch_early(kernel, {grid, kQuantizeThreads, stream, smem, kCtas}, p);
   if (status != Status::ok) return status;
-  return launch_sums(a.partial, a.sums, DType::f32, units, 2 * a.cols, stream);
+  return launch_two_sums(a.partial, a.dweight, a.dbias, DType::f32, units, a.cols, stream);
 }
 
 }  // namespace

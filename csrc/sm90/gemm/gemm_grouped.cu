@@ -7,6 +7,9 @@
 
 namespace te_mx::sm90 {
 
+// MXFP4 weights that stand still (gemm_standing.cuh).
+Status launch_grouped_standing(const GroupedGemmArgs& args, const Device& device);
+
 namespace {
 
 using Launch = Status (*)(const GroupedGemmArgs&, const Device&);
@@ -30,7 +33,8 @@ Status gemm_grouped(const GroupedGemmArgs& args) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
   int config = a.execution.kernel;
   const Layout lhs = args.along_k ? Layout::group_k : Layout::group_rows;
-  const Layout rhs = args.along_k ? Layout::group_k : Layout::tiles;
+  const bool stands = !args.along_k && a.rhs.layout == Layout::standing;
+  const Layout rhs = args.along_k ? Layout::group_k : stands ? Layout::standing : Layout::tiles;
   Status status = check_sides(a, lhs, rhs);
   if (status == Status::ok) status = check_epilogue(a.epilogue, n);
   if (status != Status::ok) return status;
@@ -46,8 +50,10 @@ Status gemm_grouped(const GroupedGemmArgs& args) {
       (args.first_rows != nullptr && g.count > kMostPlaces) || a.execution.parts > 1) {
     return Status::unsupported;
   }
+  if (stands && a.rhs.element != Element::e2m1) return Status::unsupported;
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
+  if (stands) return launch_grouped_standing(args, device);
   if (factors) return (squares ? kTileFactors : kRowFactors)(args, device);
   if (config < 0) config = choose_grouped_config(m, n, g.count, args.along_k, device.sms);
   return kLaunches[config](args, device);

@@ -20,7 +20,11 @@ struct GroupedParams : GemmParams {
   GroupTable groups;
   bool along_k;
   int rows, columns;  // of one D along K, of one rhs
-  bool placed;        // along K: D of group i begins at first_rows[i], not behind the one before
+  // Weights of 4 bits that stand still (gemm_standing.cuh): blocks of 64 rows of one of them, and
+  // codes; rhs_scales are bytes.
+  int blocks;
+  const uint8_t* codes;
+  bool placed;  // along K: D of group i begins at first_rows[i], not behind the one before
   int first_rows[kMostPlaces];
 
   __device__ __forceinline__ int first_row(int group) const {
@@ -73,9 +77,8 @@ class Scheduler<GroupedParams, kM, kCluster> {
   template <class Smem>
   __device__ __forceinline__ Scheduler(const GroupedParams& p, const Smem&) : Scheduler(p) {}
 
-  template <class Config>
-  __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>& smem,
-                                       const Ring<Config::kStages>& ring, int rank) {
+  // The next block; false behind the last one.
+  __device__ __forceinline__ bool take(TileSources& from, WorkTile& work, int rank) {
     GroupRows& at = cursor_.at;
     for (int blocks; index_ >= (blocks = m_blocks(at) * p_.n_blocks); index_ -= blocks) {
       if (!cursor_.next(p_.groups)) return false;
@@ -85,7 +88,6 @@ class Scheduler<GroupedParams, kM, kCluster> {
     index_ += static_cast<int>(gridDim.x) / kCluster;
     const int m0 = block.m * kM, n_tile = block.n * kCluster + rank;
     from.lhs_tile = m0 / 128, from.rhs_tile = n_tile;
-    WorkTile work;
     work.n0 = block.n * kCluster * 128, work.inside = m0 % 128, work.group = at.group;
     if (p_.along_k) {
       from.m_row = m0, from.n_row = n_tile * 128, from.k0 = at.first_tile() * 128;
@@ -104,6 +106,13 @@ class Scheduler<GroupedParams, kM, kCluster> {
       work.m0 = from.m_row, work.m_end = at.end;
     }
     work.k_steps = from.k_steps;
+    return true;
+  }
+  template <class Config>
+  __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>& smem,
+                                       const Ring<Config::kStages>& ring, int rank) {
+    WorkTile work;
+    if (!take(from, work, rank)) return false;
     publish(smem, ring, work);
     return true;
   }

@@ -29,7 +29,7 @@ __device__ __forceinline__ Four load_four(const float* row, int left, bool vecto
   return four;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     moe_combine_kernel(const __grid_constant__ MoeCombineArgs a, bool vectors) {
   mxtile::sm90::let_dependents_start();
   mxtile::sm90::await_predecessors();
@@ -42,27 +42,33 @@ __global__ void __launch_bounds__(kThreads)
   float sums[4] = {};
   for (int first = 0; first < a.top_k; first += kAtOnce) {
     Four values[kAtOnce];
-    int there[kAtOnce];
+    float weights[kAtOnce];
+    bool there[kAtOnce];
+    // NOTE: everything is asked for before anything is looked at.
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
+      there[j] = first + j < a.top_k;
+      if (!there[j]) continue;
       const int64_t slot = slot0 + first + j;
-      there[j] = first + j >= a.top_k          ? -1
-                 : a.slot_positions == nullptr ? static_cast<int>(slot)
-                                               : __ldg(a.slot_positions + slot);
-      if (a.slot_experts != nullptr && there[j] >= 0) {
-        const int expert = __ldg(a.slot_experts + slot);
-        if (expert < 0 || expert >= a.experts) there[j] = -1;
-      }
-      values[j] = {};
-      if (there[j] >= 0) values[j] = load_four(a.values + there[j] * a.n + column, left, vectors);
+      const int at =
+          a.slot_positions == nullptr ? static_cast<int>(slot) : __ldg(a.slot_positions + slot);
+      values[j] = load_four(a.values + int64_t{max(at, 0)} * a.n + column, left, vectors);
+      weights[j] = a.weights == nullptr ? 1.0f : __ldg(a.weights + slot);
+      const int expert = a.slot_experts == nullptr ? 0 : __ldg(a.slot_experts + slot);
+      there[j] = at >= 0 && (a.slot_experts == nullptr || (expert >= 0 && expert < a.experts));
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (there[j] < 0) continue;
-      const float weight = a.weights == nullptr ? 1.0f : __ldg(a.weights + slot0 + first + j);
+      if (!there[j]) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(values[j].v[i], weight));
+      for (int i = 0; i < 4; ++i)
+        sums[i] = __fadd_rn(sums[i], __fmul_rn(values[j].v[i], weights[j]));
     }
+  }
+  if (vectors && a.out_dtype != DType::f32) {
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(a.out) + token * a.n + column) = {
+        pair_of(a.out_dtype, sums[0], sums[1]), pair_of(a.out_dtype, sums[2], sums[3])};
+    return;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -78,7 +84,8 @@ Status moe_combine(const MoeCombineArgs& a) {
   const int64_t threads = a.tokens * ((a.n + 3) / 4), ctas = (threads + kThreads - 1) / kThreads;
   if (ctas == 0) return Status::ok;
   if (ctas > INT32_MAX) return Status::unsupported;
-  const bool vectors = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.values) % 16 == 0;
+  const bool vectors = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.values) % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(a.out) % 8 == 0;
   const dim3 grid(static_cast<unsigned>(ctas));
   return launch_early(moe_combine_kernel, {grid, kThreads, a.execution.stream}, a, vectors);
 }

@@ -24,7 +24,12 @@ Status check(const Nvfp4Args& a) {
   if (a.m > kMost || a.n > kMost || a.k > kMost) return Status::unsupported;
   if (a.groups.count < 0 || a.groups.count > kMost || a.groups.capacity != 0)
     return Status::unsupported;
-  if (a.groups.count > 0 && (a.groups.rows != a.m || !valid(a.groups))) return Status::bad_argument;
+  if (a.experts != nullptr) {
+    if (!a.quantizes || a.groups.count < 1 || a.each < 1 || a.each > kMost)
+      return Status::bad_argument;
+  } else if (a.each != 1 || (a.groups.count > 0 && (a.groups.rows != a.m || !valid(a.groups)))) {
+    return Status::bad_argument;
+  }
   if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
   if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
   const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
@@ -69,14 +74,14 @@ __global__ void __launch_bounds__(kInputThreads, 4)
 Status prepare(Nvfp4Args& a) {
   Nvfp4Input p;
   if (!set_input(p.in, a)) return Status::unsupported;
-  p.places = {a.places, static_cast<int>(a.x_rows) - 1}, p.m = static_cast<int>(a.m),
-  p.k = static_cast<int>(a.k);
+  p.places = {a.places, static_cast<int>(a.x_rows) - 1, static_cast<int>(a.each)};
+  p.m = static_cast<int>(a.m), p.k = static_cast<int>(a.k);
   p.to = static_cast<uint16_t*>(a.execution.workspace), p.ld = (a.k + 7) / 8 * 8;
   const int64_t blocks = (a.m + kInputRows - 1) / kInputRows;
   if (blocks > 65535) return Status::unsupported;
   const dim3 grid(static_cast<unsigned>((a.k + kNvfp4Quad - 1) / kNvfp4Quad),
                   static_cast<unsigned>(blocks));
-  a.x = p.to, a.ldx = p.ld, a.x_dtype = DType::bf16, a.places = nullptr;
+  a.x = p.to, a.ldx = p.ld, a.x_dtype = DType::bf16, a.places = nullptr, a.each = 1;
   return launch_early(nvfp4_input, {grid, kInputThreads, a.execution.stream}, p);
 }
 
@@ -97,15 +102,20 @@ bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) 
   p.quads = static_cast<int>((a.k + kNvfp4Quad - 1) / kNvfp4Quad);
   p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   rows.m = static_cast<int>(a.m), rows.most = Math::kCols;
-  if (a.groups.count > 0) rows.groups = group_table(a.groups);
-  p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
+  if (a.experts != nullptr) {
+    p.experts = a.experts, p.matrices = static_cast<int>(a.groups.count), p.stands = a.stands;
+    p.blocks = rows.m;
+  } else {
+    if (a.groups.count > 0) rows.groups = group_table(a.groups);
+    p.blocks = static_cast<int>(decode_blocks(a.m, a.groups.count, Math::kCols));
+  }
   const int asked = a.execution.kernel > 0 ? a.execution.kernel % 16 : 0;
   p.cluster = asked > 0 ? std::min(asked, kDecodeMaxCluster)
                         : num_splits(problem_of(a, Math::kCols, Math::kGroups * kNvfp4Rows));
   p.cluster = std::min(p.cluster, p.quads);
   p.parts = shares_of(p.quads, p.cluster);
   if constexpr (Math::kMakes) {
-    p.places = {a.places, static_cast<int>(a.x_rows) - 1};
+    p.places = {a.places, static_cast<int>(a.x_rows) - 1, static_cast<int>(a.each)};
     return set_input(p.in, a) && p.in.plain(a.k);
   }
   const auto type =
@@ -128,11 +138,15 @@ Status run(const Nvfp4Args& a) {
   DecodeRows rows;
   CUtensorMap x{};
   if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
-  const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
+  // Groups take many turns of all CTAs, and a third one on an SM fills what two of them wait for.
+  constexpr bool kSmall = Math::kCols <= 16 && !Math::kHalf && !Math::kMakes;
+  const bool three = kSmall && a.groups.count > 0;
+  const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0),
+                                    three ? Math::kThirdSmem : Math::kSmem);
   p.stages = room.stages, p.weights_at = room.weights_at, p.sums_at = room.sums_at;
   if (p.stages < (Math::kMakes ? Math::kParts : 1)) return Status::unsupported;
   const int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
-  const int bytes = std::max(room.bytes, Math::kLeastSmem);
+  const int bytes = std::max(room.bytes, three ? Math::kLeastThird : Math::kLeastSmem);
   return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, x, p, rows);
 }
 
@@ -167,6 +181,7 @@ Status run_many(const Nvfp4Args& a) {
 
 // Rows that may meet one matrix: of groups twice as many as on average.
 int64_t rows_of(const Nvfp4Args& a) {
+  if (a.experts != nullptr) return 1;
   const int64_t each =
       a.groups.count <= 1 ? a.m : 2 * ((a.m + a.groups.count - 1) / a.groups.count);
   return std::min(a.m, each);
@@ -178,7 +193,8 @@ Status run_bf16(Nvfp4Args a) {
   if (a.quantizes) {
     const int64_t quads = (a.k + kNvfp4Quad - 1) / kNvfp4Quad;
     const int cluster = num_splits(problem_of(a, 8, kNvfp4Rows));
-    const bool own = m <= 8 && m * ((quads + cluster - 1) / cluster) <= kNvfp4OwnQuads;
+    const bool own = m <= 8 && (a.groups.count == 0 || a.experts != nullptr) &&
+                     m * ((quads + cluster - 1) / cluster) <= kNvfp4OwnQuads;
     if (own && a.x_element == Element::e4m3) {
       const Status status = run<Nvfp4Math<8, false, true, true>>(a);
       if (status != Status::unsupported) return status;

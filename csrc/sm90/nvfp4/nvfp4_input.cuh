@@ -24,8 +24,9 @@ __device__ __forceinline__ uint4 values_of_codes(Eight& x, const DecodeInput& in
 struct RowPlaces {
   const int32_t* at = nullptr;
   int last = 0;  // of x
+  int each = 1;  // that share a row of x, where they are in order
   __device__ __forceinline__ int of(int r) const {
-    return at == nullptr ? r : min(max(__ldcg(at + r), 0), last);
+    return at == nullptr ? r / each : min(max(__ldcg(at + r), 0), last);
   }
 };
 

@@ -39,8 +39,12 @@ struct Nvfp4Params {
   int cluster = 1, blocks = 1, stages = 0, weights_at = 0, sums_at = 0;
   bool walks = false, lines = false;  // nvfp4_many.cuh
   int begin = 0, end = 0;             // likewise: of a launch, the tiles
-  Shares parts;                       // of quads
-  DecodeInput in;                     // where CTAs make their x
+  // Rows by themselves, each with one of so many matrices, by its number (sm90_nvfp4.h).
+  const int32_t* experts = nullptr;
+  int matrices = 0;
+  bool stands = false;
+  Shares parts;    // of quads
+  DecodeInput in;  // where CTAs make their x
   RowPlaces places;
   DecodeOut out;
 };
@@ -68,14 +72,15 @@ struct Nvfp4Math {
   // Never more CTAs on an SM: those of one product would gather on some, of the next on others.
   static constexpr int kSmem = 112 * 1024;
   static constexpr int kLeastSmem = 76 * 1024;
+  static constexpr int kThirdSmem = 74 * 1024, kLeastThird = 57 * 1024;  // likewise, of three
   static constexpr int sums_bytes(int cluster) {
     return (kFragments + cluster - 1) / cluster * cluster * kParts * 512;
   }
   // Of a part of so many quads. Sums lie behind the stages, or in their place where there would be
   // too few of these.
-  static constexpr Nvfp4Room room(int cluster, int quads) {
+  static constexpr Nvfp4Room room(int cluster, int quads, int smem) {
     const int made = kMakes ? quads * kX : 0, stage = kMakes ? kW : kX + kW;
-    const int sums = sums_bytes(cluster), space = kSmem - 1024 - made;
+    const int sums = sums_bytes(cluster), space = smem - 1024 - made;
     // NOTE: a stage is that of one part: who has not seen all phases of a barrier cannot wait
     // there.
     const auto stages = [&](int bytes) {
@@ -179,12 +184,13 @@ struct Nvfp4Place {
       tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, row0);
     }
   }
+  // early: what wrote x is to be waited for.
   __device__ __forceinline__ void ask_all(const CUtensorMap* map, const DecodeRows& rows,
-                                          int tile_n) const {
+                                          int tile_n, bool early) const {
     ask_stages(
         p.stages, length, empty, [&](int i, int s) { ask_weights(rows.group, tile_n, i, s); },
         [&] {
-          if (!Math::kMakes && rows.early()) tile::await_predecessors();
+          if (!Math::kMakes && early) tile::await_predecessors();
         },
         [&](int i, int s) { ask_x(map, rows.first, i, s); });
   }
@@ -302,9 +308,17 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   const Nvfp4Tile<Math> own_tile(p, static_cast<int>(tile::cluster_index()));
   const int tile_n = own_tile.tile_n;
   DecodeRows rows = given;
-  if (!rows.early()) tile::await_predecessors();
-  if (!rows.begin(own_tile.block)) return;
+  const bool early = p.experts == nullptr ? rows.early() : p.stands;
+  if (!early) tile::await_predecessors();
+  if (p.experts != nullptr) {
+    const int expert = __ldcg(p.experts + own_tile.block);
+    rows.first = own_tile.block, rows.count = 1;
+    rows.group = expert >= 0 && expert < p.matrices ? expert : -1;
+  } else if (!rows.begin(own_tile.block)) {
+    return;
+  }
   if (rows.group < 0) {
+    if (early) tile::await_predecessors();
     const int n = tile_n * Math::kGroups * kNvfp4Rows;
     if (tile::cluster_rank() == 0)
       clear<Math::kThreads>(p.out, rows, n, min(p.n, n + Math::kGroups * kNvfp4Rows));
@@ -320,7 +334,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   tile::let_dependents_start();
 
   if (warp >= Math::kMath / 32) {
-    if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map, rows, tile_n);
+    if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map, rows, tile_n, early);
     __syncwarp();
     if (p.cluster > 1) {
       if (at.over()) tile::cluster_arrive();
@@ -330,7 +344,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   }
 
   if constexpr (Math::kMakes) {
-    if (rows.early()) tile::await_predecessors();
+    if (early) tile::await_predecessors();
     make_rows<Math::kMath>(p.in, p.places, p.k, rows, at.first, at.length, smem + 1024);
     tile::fence_async_proxy();
     tile::named_barrier(2, Math::kMath);

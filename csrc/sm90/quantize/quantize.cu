@@ -2,16 +2,19 @@
 #include <cfloat>
 
 #include "quantize/quantize_launch.cuh"
+#include "quantize/quantize_two.h"
 
 namespace te_mx::sm90 {
 
 namespace {
 
 __global__ void __launch_bounds__(kSumWidth* kSumHeight)
-    sum_tiles(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols) {
+    sum_tiles(const float* partial, void* out, void* second, DType out_dtype, int64_t tiles,
+              int64_t cols, int64_t pitch) {
   tile::let_dependents_start();
   tile::await_predecessors();
-  add_tiles(partial, out, out_dtype, 0, tiles, cols);
+  void* const to = blockIdx.y == 0 ? out : second;
+  if (to != nullptr) add_tiles(partial + blockIdx.y * cols, pitch, to, out_dtype, 0, tiles, cols);
 }
 
 int last_of(int64_t size) { return static_cast<int>((size - 1) % kTile + 1); }
@@ -53,7 +56,15 @@ dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices) {
 
 Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,
                    cudaStream_t stream) {
-  return launch_adding(sum_tiles, cols, 1, stream, partial, out, out_dtype, tiles, cols);
+  void* const none = nullptr;
+  return launch_adding(sum_tiles, cols, 1, stream, partial, out, none, out_dtype, tiles, cols,
+                       cols);
+}
+
+Status launch_two_sums(const float* partial, void* first, void* second, DType out_dtype,
+                       int64_t tiles, int64_t cols, cudaStream_t stream) {
+  return launch_adding(sum_tiles, cols, 2, stream, partial, first, second, out_dtype, tiles, cols,
+                       2 * cols);
 }
 
 Status quantize_params(const QuantizeTask& a, QuantizeParams& p) {
@@ -123,6 +134,16 @@ Status launch(const QuantizeTask& a, const QuantizeOut& to, Start start) {
   return is_blockwise(to.scaling) ? quantize_factors(a, to, start) : launch(a, start);
 }
 
+// Whether a call is to fill memory with zeros, for kernels after it, and how much.
+int64_t words_of(const Execution& e) { return e.workspace == nullptr ? 0 : e.workspace_bytes / 4; }
+
+Status fill_zeros(const Execution& e) {
+  const int64_t words = words_of(e);
+  if (words == 0) return Status::ok;
+  return started(cudaMemsetAsync(e.workspace, 0, static_cast<size_t>(4 * words),
+                                 static_cast<cudaStream_t>(e.stream)));
+}
+
 // The layout of aligned columns where packed ones have this layout.
 Layout aligned_of(Layout packed) {
   return packed == Layout::group_k ? Layout::aligned_group_k : Layout::aligned_tiles;
@@ -173,6 +194,15 @@ Status quantize(const QuantizeArgs& args) {
   QuantizeTask task;
   const Status status = make_task(task, args.x, plainly(args.to), args.execution.stream);
   if (status != Status::ok) return status;
+  if (const int64_t words = words_of(args.execution); words != 0) {
+    if (rounds_plainly(args.to) && !is_blockwise(args.to.scaling)) {
+      const Status quantized =
+          quantize_at_once(task, nullptr, static_cast<uint32_t*>(args.execution.workspace), words);
+      if (quantized != Status::unsupported) return quantized;
+    }
+    const Status zeros = fill_zeros(args.execution);
+    if (zeros != Status::ok) return zeros;
+  }
   if (!rounds_plainly(args.to)) {
     return is_blockwise(args.to.scaling) ? Status::unsupported : quantize_randomly(task, args.to);
   }
@@ -186,6 +216,13 @@ Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second) {
   QuantizeTask one, two;
   Status status = make_task(one, first.x, first.to, first.execution.stream);
   if (status == Status::ok) status = make_task(two, second.x, second.to, second.execution.stream);
+  if (status != Status::ok) return status;
+  const Execution& e = second.execution;
+  if (!is_blockwise(first.to.scaling) && !is_blockwise(second.to.scaling)) {
+    status = quantize_at_once(one, &two, static_cast<uint32_t*>(e.workspace), words_of(e));
+    if (status != Status::unsupported) return status;
+  }
+  status = fill_zeros(e);
   // NOTE: what ran before is over when the first starts, so the second need not wait for it.
   if (status == Status::ok) status = launch(one, first.to, Start::after);
   return status == Status::ok ? launch(two, second.to, Start::beside) : status;

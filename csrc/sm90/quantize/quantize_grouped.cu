@@ -1,5 +1,6 @@
 // Quantizes the rows of all groups, or the weights of all groups, in one launch: the kernel of one
 // matrix, told where a tile lies. Weights are not in E5M2.
+#include "quantize/group_rows.h"
 #include "quantize/quantize_places.cuh"
 
 namespace te_mx::sm90 {
@@ -13,8 +14,8 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
   tile::let_dependents_start();
   tile::await_predecessors();
   const GroupRows group = find_group(table, static_cast<int>(blockIdx.y));
-  add_tiles(partial + group.first_tile() * cols, out, out_dtype, blockIdx.y * cols, group.tiles(),
-            cols);
+  add_tiles(partial + group.first_tile() * cols, cols, out, out_dtype, blockIdx.y * cols,
+            group.tiles(), cols);
 }
 
 }  // namespace
@@ -51,6 +52,8 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
     QuantizeParams p;
     status = quantize_params(a, tiles, tiles * kTile, p);
     if (status != Status::ok) return status;
+    status = quantize_group_rows(a, groups, args.gather);
+    if (status != Status::unsupported) return status;
     RowTiles where = row_tiles_of(a.x, group_table(groups));
     where.gather = args.gather;
     status = launch_quantize(p, where, tile_grid(p, p.col_tiles), tiles * p.col_tiles,

@@ -59,15 +59,16 @@ Status launch_quantize(const QuantizeParams& p, const RowTiles& where, dim3 grid
 inline constexpr int kSumWidth = 32, kSumHeight = 8;
 
 // out[at + col] = the sum of partial[tile, col] over `tiles`, each thread of kSumHeight every
-// eighth tile.
-__device__ __forceinline__ void add_tiles(const float* partial, void* out, DType out_dtype,
-                                          int64_t at, int64_t tiles, int64_t cols) {
+// eighth tile. Tiles are `pitch` sums apart.
+__device__ __forceinline__ void add_tiles(const float* partial, int64_t pitch, void* out,
+                                          DType out_dtype, int64_t at, int64_t tiles,
+                                          int64_t cols) {
   __shared__ float sums[kSumHeight][kSumWidth];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kSumWidth + threadIdx.x;
   float s = 0.0f;
   if (col < cols) {
 #pragma unroll 8
-    for (int64_t t = threadIdx.y; t < tiles; t += kSumHeight) s += partial[t * cols + col];
+    for (int64_t t = threadIdx.y; t < tiles; t += kSumHeight) s += partial[t * pitch + col];
   }
   sums[threadIdx.y][threadIdx.x] = s;
   __syncthreads();

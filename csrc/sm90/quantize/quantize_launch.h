@@ -47,5 +47,8 @@ Status launch_group_sums(const QuantizeTask& a, const Groups& groups);
 // out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide.
 Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,
                    cudaStream_t stream);
+// The same of partial[tile, 2, cols] to two outputs, the second of which may be null.
+Status launch_two_sums(const float* partial, void* first, void* second, DType out_dtype,
+                       int64_t tiles, int64_t cols, cudaStream_t stream);
 
 }  // namespace te_mx::sm90

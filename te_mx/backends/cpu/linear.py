@@ -86,8 +86,8 @@ class CpuCalls(Calls):
     names = binding.KERNELS
     supported = staticmethod(binding.supported)
 
-    def started(self, nbytes: int, device: Any) -> tuple[Any, ...]:
-        return workspace.acquire(device, nbytes), torch.get_num_threads()
+    def started(self, nbytes: int, beside: Tensor) -> tuple[Any, ...]:
+        return workspace.acquire(beside.device, nbytes), torch.get_num_threads()
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):

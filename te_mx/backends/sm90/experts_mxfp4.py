@@ -35,21 +35,25 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _product(
-    x: Tensor, weight: Stack, slots: Sorted, bias: Tensor | None, dtype: torch.dtype,
+    x: Tensor, weight: Stack, slots: Sorted | Tensor, bias: Tensor | None, dtype: torch.dtype,
     fmt: str = "", rule: str = "rceil", gate: Gate | None = None, gathers: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Sorted rows, quantized to a format or in bf16 as they are, times the weights of experts.
-    gathers: x has the rows of tokens."""
-    lhs, rows = f"{fmt}@any" if fmt else "", len(slots.rows)
-    places = slots.rows if gathers and fmt not in ("", MXFP4) else None
-    if gathers and places is None:
-        x = x.index_select(0, slots.rows.clamp(0, len(x) - 1))
+    """Sorted rows, quantized to a format or in bf16 as they are, times the weights of experts; or
+    rows of slots in their order, each with an expert of its own. gathers: x has the rows of
+    tokens."""
+    experts, order, ends = (
+        (slots, None, None) if isinstance(slots, Tensor) else (None, slots.rows, slots.ends)
+    )
+    lhs, rows = f"{fmt}@any" if fmt else "", len(slots if order is None else order)
+    places = order if gathers and fmt not in ("", MXFP4) else None
+    if order is not None and gathers and places is None:
+        x = x.index_select(0, order.clamp(0, len(x) - 1))
     problem = Problem(
         "linear_frozen", place_of(x.device), lhs, weight.spec, rows, weight.rows, weight.k,
         weight.groups, dtype=x.dtype, rule=rule,
     )  # fmt: skip
-    call = FrozenCall(x, weight, bias, dtype, slots.ends, None, gate)
-    made = FrozenProducts(problem).of_rows(call, places)
+    call = FrozenCall(x, weight, bias, dtype, ends, None, gate)
+    made = FrozenProducts(problem).of_rows(call, places, experts, rows // max(len(x), 1))
     if made is None:
         raise RuntimeError(f"te_mx internal error: {tuple(x.shape)} times {weight.groups} experts")
     return made[0]
@@ -65,20 +69,25 @@ class Mxfp4Experts(ExpertsKernel):
 
     def run(self, what: Experts) -> Tensor:
         first, second, top_k, dtype = what.first, what.second, what.ids.shape[1], what.x.dtype
-        slots = sort_slots(what.ids, first.groups, top_k, what.expert_map)
         how: Any = {"fmt": what.format, "rule": what.rule}
+        ids, fused = what.ids.reshape(-1).contiguous(), what.act.base in GATED
+        fused = fused and dtype != torch.float32 and second.k % 8 == 0 and what.format != MXFP4
+        # Where slots hardly share any expert, each is a group of its own.
+        slots: Sorted | Tensor = ids
+        if not fused or what.expert_map is not None or 4 * len(ids) > first.groups:
+            slots = sort_slots(ids, first.groups, top_k, what.expert_map)
         h = _product(what.x, first, slots, what.biases[0], dtype, gathers=True, **how)
         if what.in_pairs:
             h = h.view(len(h), -1, 2).transpose(1, 2).reshape(h.shape)
         values, up = h.chunk(2, 1)
-        fused = what.act.base in GATED and dtype != torch.float32
-        if fused and second.k % 8 == 0 and what.format != MXFP4:
+        if fused:
             how["gate"] = Gate(up, what.act.base)
         else:
             step = ActStep(h, None, what.act, dtype, True, Target("", "", what.rule))
             values = run.run_on("act_quantize", h, "", "", dtype, "rceil", step).out
         y = _product(values, second, slots, what.biases[1], torch.float32, **how)
-        out = HopperMoeCombine().run(y, top_k, dtype, what.weights, slots.positions)
+        positions = slots.positions if isinstance(slots, Sorted) else None
+        out = HopperMoeCombine().run(y, top_k, dtype, what.weights, positions)
         if out is None:
             raise RuntimeError(f"te_mx internal error: {len(y)} slots, {top_k} a token")
         return out

@@ -31,6 +31,7 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 
 _F32, _U8 = torch.float32, torch.uint8
+_NO_WEIGHT = None, None
 _ALIGNMENT = 16  # of matrices that kernels make and read
 # The arguments of a run. Of a weight: itself and its stride, or codes and scales.
 _WEIGHTS = "w1", "w1_beside", "w2", "w2_beside"
@@ -40,8 +41,8 @@ FORWARD = (
 )  # fmt: skip
 BACKWARD = (
     "stream", "work", "columns", "others", "g", "g_stride", "x", "x_stride", "norm_weight",
-    "seed1", "seed2", *_WEIGHTS, "dx", "norm_sums", "dw1", "dw1_add", "dw2", "dw2_add", "db1",
-    "db2",
+    "seed1", "seed2", *_WEIGHTS, "dx", "dweight", "dbias", "dw1", "dw1_add", "dw2", "dw2_add",
+    "db1", "db2",
 )  # fmt: skip
 
 
@@ -175,8 +176,8 @@ class _Builder:
             "rms": norm.kind == "RMSNorm", "eps": norm.eps, "inverse": inverse(p.first.k),
             "weight": Place("norm_weight"), "weight_dtype": FLOAT_DTYPES[p.norm_dtype],
             "rstd": rstd, "z_dtype": FLOAT_DTYPES[p.dtype],
-            "counters": temp.matrix(1 + (p.m + 127) // 128, 1, _F32),
         }  # fmt: skip
+        fields |= steps.counters(1 + (p.m + 127) // 128)
         if mean is not None:
             fields["mean"] = mean
         if p.norm_bias:
@@ -343,11 +344,10 @@ class _Builder:
             "rms": p.norm.kind == "RMSNorm", "inverse": inverse(k), "dx": Place("dx"),
             "dx_dtype": FLOAT_DTYPES[p.x_dtype], "weight": Place("norm_weight"),
             "weight_dtype": FLOAT_DTYPES[p.norm_dtype],
-            "rstd": self.kept.rstd, "dweight": Place("norm_sums"),
-            "dbias": Place("norm_sums", p.norm_dtype.itemsize * k),
+            "rstd": self.kept.rstd, "dweight": Place("dweight"), "dbias": Place("dbias"),
             "partial": temp.matrix(sums, 1, _F32), "row_sums": temp.matrix(2 * m, 1, _F32),
-            "counters": temp.matrix(1 + (m + 127) // 128, 1, _F32),
         }  # fmt: skip
+        fields |= steps.counters(1 + (m + 127) // 128 + (k + 127) // 128)
         if self.kept.mean is not None:
             fields["mean"] = self.kept.mean
         steps.add("normalize_backward", ("NormGradArgs", fields))
@@ -382,17 +382,17 @@ class Plan(LayerPlan):
         if p.act is not None and p.act.gelu_form is not None:
             summed = _F32  # by a GEMM
         self.casts = summed is not p.first.bias
-        # What backward makes: 0 the gradients of the normalization, 1 and 2 of weights, 3 and 4 of
-        # biases, with shape and dtype.
+        # What backward makes: gradients 0 and 5 of weight and bias of the normalization, 1 and 2 of
+        # weights, 3 and 4 of biases, with shape and dtype.
         sums = self.builder.sums_apart
         self.outputs: list[tuple[int, Any, Any]] = []
         if p.need_dx and p.norm is not None:
-            self.outputs.append((0, (2, k), p.norm_dtype))
+            self.outputs += [(i, (k,), p.norm_dtype) for i in (0, 5) if i == 0 or p.norm_bias]
         for i, one in enumerate(self.products):
             if one.need_dw:
                 self.outputs.append((1 + i, (one.n, one.k), one.dtype))
             if one.need_db and not sums:
-                self.outputs.append((3 + i, one.n, summed if i == 0 else one.bias))
+                self.outputs.append((3 + i, (one.n,), summed if i == 0 else one.bias))
         # That of the usual call, so that what native code does not take is known before forward.
         self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
         if self._back(p.dtype, self.usual, p.return_z) is None:
@@ -416,16 +416,17 @@ class Plan(LayerPlan):
         weights: Sequence[tuple[Tensor | None, Tensor | None]], b1: Tensor | None,
         b2: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-        device, p, room = self.device, self.problem, self.room
-        y = torch.empty((*x.shape[:-1], self.n), dtype=p.dtype, device=device)
-        z = torch.empty(x.shape, dtype=p.dtype, device=device) if p.return_z else None
-        columns = torch.empty(room.columns, dtype=_U8, device=device)
-        others = torch.empty(room.others, dtype=_U8, device=device) if room.others else None
-        work = torch.empty(self.work, dtype=_U8, device=device)
+        p, room, make, shape = self.problem, self.room, x.new_empty, x.shape
+        y = make(*shape[:-1], self.n, dtype=p.dtype)
+        z = make(*shape, dtype=p.dtype) if p.return_z else None
+        columns = make(room.columns, dtype=_U8)
+        others = make(room.others, dtype=_U8) if room.others else None
+        work = make(self.work, dtype=_U8)
         first, second = weights
         status = self.sequence.run(
-            binding.stream(device.index), work, columns, others, y, z, *_rows(x, p.first.k),
-            norm_weight, norm_bias, *_weight_at(*first), *_weight_at(*second),
+            binding.stream(self.device.index), work, columns, others, y, z, *_rows(x, p.first.k),
+            norm_weight, norm_bias, *_weight_at(*first),
+            *(_NO_WEIGHT if p.second is None else _weight_at(*second)),
             None if b1 is None else b1.contiguous(), None if b2 is None else b2.contiguous(),
         )  # fmt: skip
         if status:
@@ -437,8 +438,8 @@ class Plan(LayerPlan):
         kept: Buffers, weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: Any,
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        p, device, outputs, wanted = self.problem, self.device, self.outputs, self.usual
-        to: list[Any] = [None] * 5
+        p, make, outputs, wanted = self.problem, g.new_empty, self.outputs, self.usual
+        to: list[Any] = [None] * 6
         adds, views = [0, 0], None
         if apart or into[0] is not None or into[1] is not None:
             wanted, outputs, adds, views = self._routed(into, apart, to)
@@ -447,19 +448,20 @@ class Plan(LayerPlan):
             return None
         g, g_stride = _rows(g, self.n)
         for i, size, dtype in outputs:
-            to[i] = torch.empty(size, dtype=dtype, device=device)
-        norm, dw1, dw2, db1, db2 = to
-        work, dx = torch.empty(made[1], dtype=_U8, device=device), None
+            to[i] = make(*size, dtype=dtype)
+        dweight, dw1, dw2, db1, db2, dbias = to
+        work, dx = make(made[1], dtype=_U8), None
         if p.need_dx:
             dx_shape, dtype = ((p.m, p.first.k), p.dtype) if apart else (shape, p.x_dtype)
-            dx = torch.empty(dx_shape, dtype=dtype, device=device)
+            dx = make(*dx_shape, dtype=dtype)
         w1, beside1, w2, beside2 = weights
         status = made[0].run(
-            binding.stream(device.index), work, *kept, g, g_stride,
+            binding.stream(self.device.index), work, *kept, g, g_stride,
             *((None, 0) if x is None else _rows(x, p.first.k)), norm_weight,
             seeds[0] if seeds else None, seeds[-1] if seeds else None,
-            *_weight_at(w1, beside1), *_weight_at(w2, beside2), dx, norm, dw1, adds[0], dw2,
-            adds[1], db1, db1 if p.second is None else db2,
+            *_weight_at(w1, beside1),
+            *(_NO_WEIGHT if p.second is None else _weight_at(w2, beside2)),
+            dx, dweight, dbias, dw1, adds[0], dw2, adds[1], db1, db1 if p.second is None else db2,
         )  # fmt: skip
         if status:
             _did_not_start(status)
@@ -476,7 +478,7 @@ class Plan(LayerPlan):
         if self.builder.sums_apart and self.products[-1].need_db:
             db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.products[-1].bias)
             db1, db2 = (db, None) if p.second is None else (None, db)
-        return dx, norm, (dw1, dw2), (db1, db2)
+        return dx, (dweight, dbias), (dw1, dw2), (db1, db2)
 
     def _routed(
         self, into: Sequence[Into | None], apart: bool, places: list[Any]
@@ -486,7 +488,7 @@ class Plan(LayerPlan):
         are added, and where columns that are left lie."""
         p, wanted, adds = self.problem, [*self.usual], [0, 0]
         views: list[At | None] = [None, None]
-        outputs = {i: (i, *of) for i, *of in self.outputs if i or not apart}
+        outputs = {i: (i, *of) for i, *of in self.outputs if i % 5 or not apart}
         for i, one in enumerate(self.products):
             to = into[i]
             if to is None or not one.need_dw:
@@ -494,7 +496,7 @@ class Plan(LayerPlan):
             if to.out is None:
                 room = Room("dw")
                 views[i] = room.operand(p.formats.g[1], one.n, p.m)
-                wanted[i], outputs[1 + i] = None, (1 + i, room.size, _U8)
+                wanted[i], outputs[1 + i] = None, (1 + i, (room.size,), _U8)
                 continue
             places[1 + i], adds[i] = to.out, int(to.accumulate)
             wanted[i] = to.out.dtype

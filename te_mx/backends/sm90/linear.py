@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_mx.backends.linear_calls import ALIGNMENT, Calls, Shape, Specs, linear_formats
 from te_mx.backends.native import MX
@@ -79,8 +80,8 @@ class Sm90Calls(Calls):
         super().__init__(sm90.native(), *how)
         self.names = (kernel,)
 
-    def started(self, nbytes: int, device: Any) -> tuple[Any, ...]:
-        temp, index = torch.empty(nbytes, dtype=torch.uint8, device=device), device.index
+    def started(self, nbytes: int, beside: Tensor) -> tuple[Any, ...]:
+        temp, index = beside.new_empty(nbytes, dtype=torch.uint8), beside.device.index
         return temp, sm90.stream(index), index
 
 

@@ -73,7 +73,7 @@ class _Sized:
 class FrozenProducts(_Sized):
     def __init__(self, p: Problem) -> None:
         super().__init__(p, p.m, p.n, p.k)
-        self.nbytes, self.target = 0, None
+        self.nbytes, self.target, self.groups = 0, None, p.groups
         self.name = QUANTIZED if p.lhs else PRODUCT
         if p.lhs and spec_of(p.lhs).format.name == MXFP4:
             self.target = Target(f"{MXFP4}@rows", "", p.rule)
@@ -85,11 +85,14 @@ class FrozenProducts(_Sized):
     def __call__(self, call: FrozenCall) -> tuple[Tensor, str] | None:
         return self.of_rows(call, None)
 
-    def of_rows(self, call: FrozenCall, places: Tensor | None) -> tuple[Tensor, str] | None:
+    def of_rows(
+        self, call: FrozenCall, places: Tensor | None, experts: Tensor | None = None, each: int = 1
+    ) -> tuple[Tensor, str] | None:
         """places: row r of the product is row places[r] of x [.., k], of those that are quantized
-        in 16 bits here."""
+        in 16 bits here. experts: likewise, it is row r / each, and has the weights of experts[r],
+        int32, which with a gate the product before has read."""
         x, weight, bias, out_dtype, offs, act, gate = call
-        if (gate is not None or places is not None) and not self.nbytes:
+        if not (gate is places is experts is None or self.nbytes):
             return None
         m, n, k = self.sizes
         x_MK = x.reshape(-1, k)
@@ -103,7 +106,7 @@ class FrozenProducts(_Sized):
         # The copy engine takes rows that start at whole 16 bytes.
         elif step != 1 or apart % 8 or apart < k or x_MK.data_ptr() % 16:
             x_MK = pad(x_MK.clone(memory_format=torch.contiguous_format), (0, -k % 8))
-        shape = x.shape[:-1] if places is None else (m,)
+        shape = x.shape[:-1] if places is experts is None else (m,)
         y = torch.empty((*shape, n), dtype=out_dtype, device=x.device)
         args, _alive = self.of(weight)
         args.places, args.x_rows = pointer(places), len(x_MK)
@@ -115,6 +118,9 @@ class FrozenProducts(_Sized):
         if offs is not None:
             offs = grouped.offs_on_device(offs, x.device)
             args.groups = grouped.groups_of(offs, 0, m)
+        if experts is not None:
+            args.experts, args.each, args.stands = experts.data_ptr(), each, gate is not None
+            args.groups_count = self.groups
         if act is not None:
             args.activates, args.act = True, ACT_IDS[act]
         if gate is not None:

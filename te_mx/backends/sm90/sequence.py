@@ -131,6 +131,18 @@ class Steps:
             ]
         self._steps.append((call, tuple(made), arguments))
 
+    def counters(self, words: int) -> Fields:
+        """Scratch words that a kernel counts in, as fields of its record: zeros that the quantizer
+        before it leaves in passing, which saves a launch, or any words, of which it makes zeros."""
+        at = self.temp.take(4 * words)
+        for call, records, arguments in reversed(self._steps):
+            if call in ("quantize", "quantize_two"):
+                records[-1].workspace_bytes = 4 * words
+                number = self._numbers[at.argument]
+                arguments.append((len(records) - 1, "workspace", number, at.offset))
+                return {"workspace": at, "workspace_bytes": 4 * words}
+        return {"counters": at}
+
     # ----------------------------------------------------------------------------------- quantizers
     def passes(
         self, source: Source, row: str, col: str, rule: str

@@ -107,8 +107,9 @@ def decoded(lhs: Format, rhs: Format, device: torch.device) -> str:
         return "fp32" if 16 in blocks else ""
     fnuz = "fnuz" in lhs.element.name + rhs.element.name
     if torch.version.hip is not None:
-        old = "gfx94" in torch.cuda.get_device_properties(device).gcnArchName
-        return "bf16" if 16 in blocks or (128 in blocks and old != fnuz) else ""
+        arch = torch.cuda.get_device_properties(device).gcnArchName
+        sixteens = 16 in blocks and not ("gfx125" in arch and blocks == {16})
+        return "bf16" if sixteens or (128 in blocks and ("gfx94" in arch) != fnuz) else ""
     capability = torch.cuda.get_device_capability(device)
     known = capability >= (10, 0) if blocks == {16} else len(blocks) == 1 and not fnuz
     return "" if known and capability >= (8, 9) else "bf16"
@@ -128,9 +129,11 @@ def takes_ptx(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def lanes() -> int:
+def lanes(device: torch.device) -> int:
     """Threads of a warp."""
-    return 32 if torch.version.hip is None else 64
+    if is_interpreted() or torch.version.hip is None:
+        return 32
+    return int(torch.cuda.get_device_properties(device).warp_size)
 
 
 def cdiv(a: int, b: int) -> int:

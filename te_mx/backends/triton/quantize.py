@@ -34,6 +34,8 @@ UNITS = {
     ("mx", True): (128, 64), ("mx", False): (32, 128), ("nvfp4", True): (64, 64),
     ("nvfp4", False): (64, 64), ("blockwise", True): (128, 128), ("blockwise", False): (128, 128),
 }  # fmt: skip
+WORDS = 64, 128  # and of whole tiles of bf16 to 4 bits
+AMAX_WORDS = 2048, 32  # words of a row, and rows, of a program for their largest magnitude
 _REGISTERS = 128
 _VALUES = "mxfp8_e4m3", "rceil"  # of whose kernel steps are that make values alone
 
@@ -163,16 +165,21 @@ def launch(
         warps = 8 if height == width else 4
     else:
         words |= random_of(what)
+    both = row is not None and col is not None and not count
+    both = both and _in_units(fmt, rule, words, turned)
+    by_words = both and _in_words(fmt, words)
     if family == "nvfp4":
-        words |= _largest(words, row, col)
+        words |= {} if by_words else _largest(words, row, col)
+        words["row_whole"] = x if row is None else row.tensor_scale
+        words["col_whole"] = x if col is None else col.tensor_scale
     else:
         words["HARDWARE"] = casts and not words.get("RANDOM")
     for side, one in (("row", row), ("col", col)):
         # What is not written is something that is not touched.
         words[f"{side}_codes"] = x if one is None else one.codes
         words[f"{side}_scales"] = x if one is None else one.scales
-    if row and col and not count and _in_units(fmt, rule, words, turned):
-        _units(fmt, family, words, turned)
+    if both:
+        (_words if by_words else _units)(fmt, family, words, turned)
         return row, col
     module = binding.kernels("nvfp4" if family == "nvfp4" else "quantize")
     kernel = getattr(module, f"quantize_{family}")
@@ -181,6 +188,32 @@ def launch(
         num_warps=warps,
     )  # fmt: skip
     return row, col
+
+
+def _words(_fmt: Format, family: str, words: dict[str, Any], _turned: bool) -> None:
+    """Both directions, 4 bits, of whole tiles of bf16."""
+    module, (height, width), x = binding.kernels("nibbles"), WORDS, words["x"]
+    kernel, (rows, cols) = module.quantize_words, (words["rows"], words["cols"])
+    if family == "nvfp4":
+        each, turns = AMAX_WORDS
+        grid = cdiv(cols, 2 * each), rows // turns
+        parts = torch.empty(2 * grid[0] * grid[1], dtype=torch.int32, device=x.device)
+        found = words["found"] = torch.empty(4, dtype=torch.float32, device=x.device)
+        module.amax_words[grid](x, parts, cols, words["stride"], each, turns, num_warps=8)
+        module.scale_tensor[1,](
+            parts,
+            len(parts) // 2,
+            found,
+            words["row_whole"],
+            words["col_whole"],
+            512,
+            enable_fp_fusion=False,
+        )
+    words = {name: word for name, word in words.items() if name in kernel.arg_names}
+    kernel[cols // width, rows // height](
+        **words, FAMILY=family, R=height, C=width, enable_fp_fusion=False,
+        num_warps=height * width // 2048, maxnreg=_REGISTERS,
+    )  # fmt: skip
 
 
 def _units(fmt: Format, family: str, words: dict[str, Any], turned: bool) -> None:
@@ -192,9 +225,11 @@ def _units(fmt: Format, family: str, words: dict[str, Any], turned: bool) -> Non
     packed = packed and not (x.data_ptr() % 4 or words["stride"] % 2)
     words = {name: word for name, word in words.items() if name in kernel.arg_names} | {
         "FAMILY": family, "BITS": element.bits, "ASM": bool(ptx), "EVEN": even, "PACKED": packed,
-        "CASTS": binding.casts(E4M3 if family == "nvfp4" else element, x.device),
+        # Of fp32 Triton 3.6's ptxas stores other codes than it casts: it reads a register too soon.
+        "CASTS": binding.casts(E4M3 if family == "nvfp4" else element, x.device)
+        and not (family == "nvfp4" and x.dtype == torch.float32),
         "TURNED": turned, "R": height, "C": width, "enable_fp_fusion": False,
-        "num_warps": height * width // (64 * binding.lanes()),
+        "num_warps": height * width // (64 * binding.lanes(x.device)),
     }  # fmt: skip
     if ptx:
         words["maxnreg"] = _REGISTERS
@@ -208,10 +243,16 @@ def _in_units(fmt: Format, rule: str, words: dict[str, Any], turned: bool) -> bo
     if fmt.element.bits == 4 and (words["rows"] % 8 or words["cols"] % 8 or not turned):
         return False
     if fmt.tensor_scaled:
-        # Of fp32 on an H200 Triton 3.6 stored other scales than it computed.
-        exact = words["x"].dtype == torch.bfloat16 or binding.is_interpreted()
-        return rule == "te" and fmt.name == "nvfp4" and exact
+        return rule == "te" and fmt.name == "nvfp4"
     return fmt.scaling.block[0] == 1
+
+
+def _in_words(fmt: Format, words: dict[str, Any]) -> bool:
+    """Whether those of them are, two a word: bf16 in whole tiles, on GPUs of NVIDIA."""
+    x, (height, width) = words["x"], WORDS
+    whole = not (words["rows"] % height or words["cols"] % width or words["stride"] % 8)
+    whole = whole and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
+    return whole and fmt.element.bits == 4 and binding.takes_ptx(x.device) >= 9
 
 
 def _largest(words: dict[str, Any], row: Operand | None, col: Operand | None) -> dict[str, Any]:
@@ -220,20 +261,17 @@ def _largest(words: dict[str, Any], row: Operand | None, col: Operand | None) ->
     x, by_rows = words["x"], words["BY_ROWS"]
     apart = by_rows or any(f"{side}_SIZE" in words for side in ("ROW", "COL"))
     count = words.get("groups", 0)
-    sizes = [words[name] if by_rows else count or 1 for name in ("rows", "cols")]
+    names = ("rows", "cols") if apart else ("rows",)
+    sizes = [words[name] if by_rows else count or 1 for name in names]
     found = [torch.zeros(size, dtype=torch.int32, device=x.device) for size in sizes]
     height, width = AMAX_TILE
     asked = {name: word for name, word in words.items() if name not in _NOT_AMAX}
     down = scale_rows(words["rows"], count, height) if count else cdiv(words["rows"], height)
     binding.kernels("nvfp4").amax[cdiv(words["cols"], width), down](
-        row_amax=found[0], col_amax=found[1], ROW=not apart or row is not None,
+        row_amax=found[0], col_amax=found[-1], ROW=not apart or row is not None,
         COL=apart and col is not None, R=height, C=width, **asked,
     )  # fmt: skip
-    return {
-        "row_amax": found[0], "col_amax": found[1 if apart else 0],
-        "row_whole": x if row is None else row.tensor_scale,
-        "col_whole": x if col is None else col.tensor_scale,
-    }  # fmt: skip
+    return {"row_amax": found[0], "col_amax": found[-1]}
 
 
 class TritonDequantize(Kernel):

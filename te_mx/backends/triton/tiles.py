@@ -52,6 +52,7 @@ TILES = {
     },
     "gfx942": _AMD | {(True, False): Tile(128, 128, 64, 8, 2)},
     "gfx950": _AMD,
+    "gfx1250": _AMD,
 }  # fmt: skip
 # Of blockwise FP8 whose tiles the memory finds itself, and programs a multiprocessor.
 BY_TMA = {"sm_90": (Tile(64, 128, 128, 4, 4), 2)}
@@ -83,7 +84,8 @@ def _target(index: int) -> tuple[str, int]:
     if torch.version.hip is None:
         name = kind(torch.cuda.get_device_capability(index))
     else:
-        name = "gfx950" if "gfx95" in properties.gcnArchName else "gfx942"
+        arch = properties.gcnArchName
+        name = "gfx1250" if "gfx125" in arch else "gfx950" if "gfx95" in arch else "gfx942"
     return name, int(properties.multi_processor_count)
 
 

@@ -9,7 +9,9 @@ import pytest
 from fresh import run_file
 
 
-@pytest.mark.parametrize("some", ["sm_80 sm_89 sm_90", "sm_100 sm_103 sm_120", "gfx942 gfx950"])
+@pytest.mark.parametrize(
+    "some", ["sm_80 sm_89 sm_90", "sm_100 sm_103 sm_120", "gfx942 gfx950 gfx1250"]
+)
 def test_targets(some):
     """They multiply by what docs/devices.md says, in the shared memory there is, and tensor cores
     read what was loaded where it lies."""

@@ -11,13 +11,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import ptx
 import torch
 
 sys.path.append(str(Path(sys.prefix, "aside_triton")))
 
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
 import te_mx
 from te_mx import formats
+from te_mx.backends.triton import binding
 from te_mx.backends.triton import quantize as quantizers
+from te_mx.backends.triton.kernels import e2m1
 from te_mx.conformance import inputs
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import ActGroups, Groups, Quantize, QuantizeGroups
@@ -117,6 +124,60 @@ def test_units() -> None:
         x = torch.cat([given, given.flip(0), given])[:256, :72].repeat(1, 2)[:, :136]
         for one in (x[:, :128], x[:136, 8:], x[8:, 8:][:80, 1:97]):
             same(Quantize(one, f"{fmt}@rows", f"{fmt}@rows", rule))
+    finite = torch.where(x.isfinite(), x, 1.0)[:, :128].to(torch.bfloat16)
+    finite = finite.float().clamp(-(2.0**13), 2.0**13)  # NVFP4: where nothing is NaN, far and near
+    for power in (0, 113, -113):
+        one = (finite * 2.0**power).to(torch.bfloat16)
+        same(Quantize(one, "nvfp4@rows", "nvfp4@rows", "te"))
+
+
+def test_words() -> None:
+    """What NVIDIA's instructions make of numbers near the ends of a code, far ones and NaN."""
+    ends = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 8.0]).view(torch.int32)
+    near = (ends[:, None] + torch.arange(-3, 4, dtype=torch.int32)).flatten().view(torch.float32)
+    torch.manual_seed(0)
+    far = torch.randn(8, 4000) * torch.exp2(torch.randint(-9, 9, (8, 4000)))
+    far[:, : len(near)] = near * torch.tensor([1.0, -1.0]).repeat(4)[:, None]
+    far[:, -3:] = torch.tensor([torch.inf, -1e38, 0.0])
+    factors = torch.where(torch.arange(4000) < 1000, 1.0, torch.rand(2, 4000) * 3)
+
+    def word(x: torch.Tensor, factor: torch.Tensor) -> np.ndarray:
+        v = x * factor
+        ups = [v.abs() >= end if i % 2 else v.abs() > end for i, end in enumerate(near[3:-7:7])]
+        codes = torch.stack(ups).sum(0) | (v.signbit().long() << 3)
+        return (codes << 4 * torch.arange(8)[:, None]).sum(0).numpy().astype(np.uint32)
+
+    def words(x: torch.Tensor) -> list[np.ndarray]:
+        return list(x.contiguous().view(torch.int32).numpy().view(np.uint32))
+
+    (made,) = ptx.run(e2m1.VALUES.value, 1, *words(far), *words(factors[:1]))
+    assert (made == word(far, factors[0])).all()
+    halves = torch.stack([far, far.flip(1)], 2).to(torch.bfloat16)
+    low, high = halves.float().unbind(2)
+    packed = words(halves.reshape(8, -1).view(torch.int32))
+    (made,) = ptx.run(e2m1.ROW.value, 1, *packed[:4], *words(factors[:1] / 8))
+    assert (made == word(torch.stack([low, high], 1)[:4].flatten(0, 1), factors[0])).all()
+    left, right = ptx.run(e2m1.COLUMNS.value, 2, *packed, *words(factors / 8))
+    assert (left == word(low, factors[0])).all() and (right == word(high, factors[1])).all()
+
+
+def test_executed() -> None:
+    """Quantizers of 4 bits as on GPUs of NVIDIA, with the instructions in them: whole tiles of
+    bf16, two numbers a word, and others; of NVFP4 also what is not finite, or far from usual."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256) * torch.exp2(torch.randint(-9, 9, (64, 1)).float())
+    x[3, :40], x[5] = 0.0, -0.0
+    nan = x.clone()
+    nan[:, 7], nan[9] = torch.nan, -torch.inf
+    before, binding.takes_ptx = binding.takes_ptx, lambda device: 9
+    with ptx.interpreted(tl, TensorHandle):
+        for one in (x, nan, x * 2.0**115, x * 2.0**-115, x[:, :72]):
+            same(Quantize(one.bfloat16(), "nvfp4@rows", "nvfp4@rows", "te"))
+        same(Quantize(x[:, :72], "nvfp4@rows", "nvfp4@rows", "te"))
+        for one, rule in ((nan, "rceil"), (x, "even"), (x * 2.0**-115, "floor")):
+            same(Quantize(one.bfloat16(), "mxfp4@rows", "mxfp4@rows", rule))
+    binding.takes_ptx = before
+    assert "te_mx.backends.triton.kernels.nibbles" in sys.modules
 
 
 def test_many() -> None:
@@ -137,13 +198,15 @@ def test_many() -> None:
     names += ["nvfp4", "nvfp4_16x16", "nvfp4_rows"]
     asked = [(name, rule) for name in names for rule in get(name).scaling.rules]
     asked += [(name, "rceil+sr") for name in names if name.startswith("mx")] + [("nvfp4", "te+sr")]
+    asked += [("nvfp4", "te")] * 2  # of finite numbers
     for i, (name, rule) in enumerate(asked):
         if skipped():
             continue
         random = rule.endswith("+sr")
         col = f"{name}+rht16:0x1234abcd@rows" if random and "4" in name[-2:] else f"{name}@rows"
+        given = x.nan_to_num(0.5).clamp(-1e20, 1e20) if i >= len(asked) - 2 else x
         what = Quantize(
-            x.to((torch.bfloat16, torch.float32)[i % 2]), f"{name}@rows",
+            given.to((torch.bfloat16, torch.float32)[i % 2]), f"{name}@rows",
             "" if name == "nvfp4_rows" else col, rule, seed=SEED.to(DEVICE) if random else None,
         )  # fmt: skip
         both = triton_of("quantize").run(what), reference("quantize").run(what)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import interpreted_quantize
 
 PARTS = {"bytes": 24, "nvfp4": 12, "random": 8, "norms": 6, "activations": 12, "layers": 5,
-         "units": 7, "many": 24}  # fmt: skip
+         "units": 9, "many": 24}  # fmt: skip
 CASES = [f"{case}/{part}/{parts}" for case, parts in PARTS.items() for part in range(parts)]
 
 

@@ -23,21 +23,26 @@ from triton.compiler import ASTSource
 from te_mx import formats
 from te_mx.backends.triton import quantize as quantizers
 from te_mx.backends.triton import tiles
-from te_mx.backends.triton.kernels import gemm, grouped, nvfp4, quantize, steps, units
+from te_mx.backends.triton.kernels import gemm, grouped, nibbles, nvfp4, quantize, steps, units
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
     "sm_103": GPUTarget("cuda", 103, 32), "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1250": GPUTarget("hip", "gfx1250", 32),
 }  # fmt: skip
 PAIRS = ("mxfp8 x mxfp8", "mxfp8 x mxfp4", "mxfp4 x mxfp4", "nvfp4 x nvfp4", "blockwise")
 _PRODUCTS = re.compile(r"tcgen05\.mma\S*|wgmma\.mma_async\S*|mma\.sync\S*|v_mfma_\w+|v_wmma_\w+")
-_BLOCK_SCALED, _FP8 = re.compile(r"block_scale|mfma_scale"), re.compile(r"e4m3|fp8|f8f6f4")
+_BLOCK_SCALED, _FP8 = (
+    re.compile(r"block_scale|mfma_scale|wmma_scale"),
+    re.compile(r"e4m3|fp8|f8f6f4"),
+)
 _PAGE = Path(__file__).parents[3] / "docs" / "devices.md"
 _MARKS = "<!-- tests/backends/triton/targets.py -->", "<!-- end -->"
 # Bytes of shared memory a program may have, by the target whose tiles one has.
-_SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
+_SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840,
+           "gfx1250": 327680}  # fmt: skip
 _FLAGS = ("BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE")
 
 
@@ -119,7 +124,7 @@ def sides_of(pair: str, target: str, few: bool) -> tuple[dict[str, Any], dict[st
     words |= {"MX": e8m0, "A_LOOSE": False, "B_LOOSE": False, "EVEN": True}
     words |= {"A_FIRST": False, "B_FIRST": False}
     block = 16 if "nvfp4" in pair else 32 if e8m0 else 128
-    without = target == "sm_80" or (block == 16 and not target.startswith("sm_1"))
+    without = target == "sm_80" or (block == 16 and not target.startswith(("sm_1", "gfx12")))
     words |= {"A_BLOCK": block, "B_BLOCK": block, "DECODED": "bf16" if e8m0 and without else ""}
     words |= tiles.TILES[table_of(target)][e8m0, few].options
     if e8m0:
@@ -186,6 +191,8 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
         pointers["seed"] = "*i64"
         words |= {"RANDOM": True, "ROW_SIZE": 32, "ROW_SIGNS": 0x9ABCDEF1, "COL_SIZE": 16}
     made = [units_of(fmt, rule, target)] if bits != 6 and one.scaling.block[0] == 1 else []
+    if made and bits == 4 and kind.backend == "cuda" and kind.arch >= 90:
+        made += words_of(fmt, rule, target)
     if scale != "e4m3":
         family = quantize.quantize_blockwise if scale == "fp32" else quantize.quantize_mx
         return [*made, _made(f"quantize {fmt}", target, family, words, pointers, kind)]
@@ -198,6 +205,28 @@ def quantizer_of(fmt: str, rule: str, target: str) -> list[Made]:
         _made(f"{kernel} {fmt}", target, getattr(nvfp4, kernel), words, pointers, kind)
         for kernel in ("quantize_nvfp4", "amax")
     ]
+
+
+def words_of(fmt: str, rule: str, target: str) -> list[Made]:
+    """The same of whole tiles of bf16, and the largest magnitude before it."""
+    kernel, (height, width) = nibbles.quantize_words, quantizers.WORDS
+    words = quantizers.of_rule(formats.get(fmt), rule)
+    words = {k: v for k, v in words.items() if k in kernel.arg_names}
+    words |= {"FAMILY": "mx" if fmt == "mxfp4" else "nvfp4", "R": height, "C": width}
+    words["num_warps"] = height * width // 2048
+    pointers = {"x": "*bf16"} | dict.fromkeys(("row_codes", "col_codes"), "*u8")
+    pointers |= dict.fromkeys(("row_scales", "col_scales"), "*u8")
+    if fmt != "mxfp4":
+        pointers |= dict.fromkeys(("found", "row_whole", "col_whole"), "*fp32")
+    made = [_made(f"words {fmt}", target, kernel, words, pointers, TARGETS[target])]
+    if fmt != "mxfp4":
+        pointers["parts"], (width, height) = "*i32", quantizers.AMAX_WORDS
+        words = {"W": width, "TURNS": height, "num_warps": 8, "N": 512}
+        made += [
+            _made(f"words {fmt}", target, kernel, words, pointers, TARGETS[target])
+            for kernel in (nibbles.amax_words, nibbles.scale_tensor)
+        ]
+    return made
 
 
 def units_of(fmt: str, rule: str, target: str) -> Made:
@@ -267,23 +296,29 @@ def quantizers_of(target: str) -> list[Made]:
     return made + steps_of(target)
 
 
-def row(target: str) -> str:
-    """The line of the page of a target, after compiling for it."""
-    return f"| {target} | {' | '.join(one.how for one in products([target]))} |"
+def cells(target: str) -> str:
+    """What the page says of a target, after compiling for it."""
+    return " | ".join(one.how for one in products([target]))
 
 
-def written() -> list[str]:
-    """The lines that the page has."""
+def written() -> dict[str, str]:
+    """What the page says, by target."""
     text = _PAGE.read_text()
-    return text[text.index(_MARKS[0]) : text.index(_MARKS[1])].splitlines()[1:]
+    lines = text[text.index(_MARKS[0]) : text.index(_MARKS[1])].splitlines()[3:]
+    rows = [line.strip("| ").split(" | ", 1) for line in lines]
+    return {target: found for names, found in rows for target in names.split(", ")}
 
 
 def write() -> None:
     text = _PAGE.read_text()
+    rows: dict[str, list[str]] = {}
+    for target in TARGETS:
+        rows.setdefault(cells(target), []).append(target)
     head = [f"| Triton 3.9 for | {' | '.join(PAIRS)} |", "|---|" + "---|" * len(PAIRS)]
-    lines = "\n".join([_MARKS[0], *head, *map(row, TARGETS), _MARKS[1]])
+    body = [f"| {', '.join(names)} | {found} |" for found, names in rows.items()]
     start, end = text.index(_MARKS[0]), text.index(_MARKS[1]) + len(_MARKS[1])
-    _PAGE.write_text(text[:start] + lines + text[end:])
+    lines = [_MARKS[0], *head, *body, _MARKS[1]]
+    _PAGE.write_text(text[:start] + "\n".join(lines) + text[end:])
 
 
 if __name__ == "__main__":
@@ -293,4 +328,5 @@ if __name__ == "__main__":
         made = products([target]) + others_of(target) + quantizers_of(target)
         print(*(f"{one.kernel}: {one.how} {one.shared} {one.error}" for one in made), sep="\n")
         assert not any(one.error or one.copies or not one.fits for one in made)
-        assert row(target) in written(), f"{row(target)} is not what docs/devices.md has"
+        found = cells(target)
+        assert written()[target] == found, f"docs/devices.md does not say {found} of {target}"

@@ -4,6 +4,8 @@ interpreter too, whose own casts to FP8 are wrong."""
 import triton
 import triton.language as tl
 
+from te_mx.backends.triton.kernels.e2m1 import VALUES
+
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INF = tl.constexpr(0x7F800000)
 MANTISSA = tl.constexpr(0x7FFFFF)
@@ -102,36 +104,15 @@ def words_e2m1(value, A: tl.constexpr, B: tl.constexpr, CLAMPED: tl.constexpr):
     return (tl.sum(_e2m1(magnitude) * (1 << at), 1) - 0x72800000) ^ tl.sum(signs, 1)
 
 
-_K = -sum(0x4B000000 << 4 * _i for _i in range(8)) & 0xFFFFFFFF
-# Magnitudes v to codes: the least of rounding 2v, v + 2 and 7 - sat(3 - v/2) beside 2^23, where a
-# step is the last bit; no v is too large. Then the signs, by their bytes.
-_WORD = tl.constexpr(
-    "{ .reg .f32 v, w; .reg .b32 x, y, c<8>, p, q, s, t;"
-    + "".join(
-        f"abs.f32 v, ${i + 1}; mul.rn.f32 v, v, $9; fma.rn.f32 w, v, 2.0, 8388608.0; mov.b32 x, w;"
-        " add.rn.f32 w, v, 8388610.0; mov.b32 y, w; min.s32 x, x, y;"
-        " fma.rn.sat.f32 w, v, -0.5, 3.0; sub.rn.f32 w, 8388615.0, w; mov.b32 y, w;"
-        f" min.s32 c{i}, x, y;"
-        for i in range(8)
-    )
-    + f" add.u32 t, c0, {_K};"
-    + "".join(f" mad.lo.u32 t, c{i}, {16**i}, t;" for i in range(1, 8))
-    + " prmt.b32 p, $1, $3, 0x73; prmt.b32 q, $5, $7, 0x73; prmt.b32 s, p, q, 0x5410;"
-    " shr.u32 s, s, 4; and.b32 s, s, 0x08080808; or.b32 t, t, s;"
-    " prmt.b32 p, $2, $4, 0x73; prmt.b32 q, $6, $8, 0x73; prmt.b32 s, p, q, 0x5410;"
-    " and.b32 s, s, 0x80808080; or.b32 $0, t, s; }"
-)
-
-
 @triton.jit
 def word_e2m1(values, factor, ASM: tl.constexpr):
     """int32 of the codes of eight tensors times positive factors, the first in the low bits; ASM:
-    as NVIDIA's GPUs have it, a third of the instructions."""
+    by NVIDIA's instructions."""
     if ASM:
         v = values
         given = (v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], factor)
         return tl.inline_asm_elementwise(
-            _WORD, "=r,r,r,r,r,r,r,r,r,r", given, tl.int32, True, 1
+            VALUES, "=r,r,r,r,r,r,r,r,r,r", given, tl.int32, True, 1
         )
     else:
         word = encode_e2m1(values[0] * factor)

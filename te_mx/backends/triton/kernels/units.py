@@ -58,7 +58,8 @@ def _blockwise(
 
 
 @triton.jit
-def _newton(value):
+def inverse(value):
+    """1 / value, rounded, within 2^-120 and 2^120; of 0 NaN."""
     return tl.inline_asm_elementwise(_INVERSE, "=r,r", [value], tl.float32, True, 1)
 
 
@@ -68,8 +69,17 @@ def _inverse(value, usual, ASM: tl.constexpr):
     NVIDIA's GPUs make NaN: without branches a block."""
     one = tl.zeros_like(value) + 1.0
     if ASM:
-        return _newton(value) if usual else tl.div_rn(one, value)
+        return inverse(value) if usual else tl.div_rn(one, value)
     return tl.div_rn(one, value)
+
+
+@triton.jit
+def of_tensor(most):
+    """(e, t) of NVFP4, by a tensor's largest magnitude, and whether t is far from the ends of
+    fp32."""
+    e = tl.where(most == 0, 1.0, tl.minimum(tl.div_rn(2688.0, most), LARGEST))
+    t = tl.div_rn(1.0, e)
+    return e, t, (t > 1e-30) & (t < 1e30)
 
 
 @triton.jit
@@ -89,13 +99,13 @@ def _nvfp4(amax, e, t, usual, CASTS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _with(several, one):
+def with_one(several, one):
     several += (one,)
     return several
 
 
 @triton.jit
-def _joined(a):
+def joined(a):
     """The tensors [A, B] of eight as [A, B, 8]."""
     even = tl.join(tl.join(a[0], a[4]), tl.join(a[2], a[6]))
     odd = tl.join(tl.join(a[1], a[5]), tl.join(a[3], a[7]))
@@ -103,7 +113,7 @@ def _joined(a):
 
 
 @triton.jit
-def _parted(x):
+def parted(x):
     """The eight of the last dimension."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2)))
     a, b = tl.split(even)
@@ -125,7 +135,7 @@ def _put(to, values, r, c, rows, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     """Both halves of each word."""
     return tl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1
@@ -133,14 +143,14 @@ def _larger(a, b):
 
 
 @triton.jit
-def _halves(words):
+def halves(words):
     """bf16 in words [A, B] as the bits of fp32 [A, 2 B]."""
     both = tl.join(words << 16, words & -65536)
     return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
-def _spread(v, H: tl.constexpr):
+def spread(v, H: tl.constexpr):
     """[A, C] to [A * H, C], each row H times."""
     spread = tl.broadcast_to(v[:, None, :], (v.shape[0], H, v.shape[1]))
     return tl.reshape(spread, (v.shape[0] * H, v.shape[1]))
@@ -160,35 +170,25 @@ def _code(
 
 
 @triton.jit
-def quantize_units(
-    x, row_codes, row_scales, col_codes, col_scales, rows, cols, stride,
+def unit_tile(
+    across, down, x, row_codes, row_scales, col_codes, col_scales, rows, cols, stride,
     FAMILY: tl.constexpr, BITS: tl.constexpr, CASTS: tl.constexpr, ASM: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, MANTISSA_BITS: tl.constexpr = 1, MAX_BITS: tl.constexpr = 0,
-    MIN_BITS: tl.constexpr = 0, NAN_CODE: tl.constexpr = 0, ZERO_SIGN: tl.constexpr = True,
-    EMAX: tl.constexpr = 0, UP_FROM: tl.constexpr = 0, LEAST: tl.constexpr = -1,
-    EPSILON: tl.constexpr = 0, TINY: tl.constexpr = 0, POW2: tl.constexpr = False,
-    row_amax=None, row_whole=None, col_whole=None,
+    C: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_BITS: tl.constexpr, MIN_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr, ZERO_SIGN: tl.constexpr, EMAX: tl.constexpr, UP_FROM: tl.constexpr,
+    LEAST: tl.constexpr, EPSILON: tl.constexpr, TINY: tl.constexpr, POW2: tl.constexpr, row_amax,
+    row_whole, col_whole,
 ):
-    """Codes and scales of x [rows, cols], multiples of 8, along its rows and its columns. FAMILY:
-    "mx", "blockwise" (of 1 x 128) or "nvfp4" (by rows, after `amax`); CASTS: whether the GPU casts
-    to FP8, ASM: whether it is NVIDIA's; PACKED: x is bf16 in whole tiles, whose magnitudes are
-    compared two at a time; EVEN: tiles are whole; the other words as of quantize.py."""
+    """One tile of `quantize_units`."""
     BLOCK: tl.constexpr = 32 if FAMILY == "mx" else 128 if FAMILY == "blockwise" else 16
     R8: tl.constexpr = R // 8
     DOWN: tl.constexpr = R // BLOCK
     ACROSS: tl.constexpr = C // BLOCK
-    across, down = tl.program_id(0), tl.program_id(1)
-    if FAMILY == "nvfp4":  # backwards: the cache has what `amax` read last
-        across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
     first_row, first_col = down * R, across * C
     r, c = first_row + 8 * tl.arange(0, R8), first_col + tl.arange(0, C)
     e, t, usual = 1.0, 1.0, True
     if FAMILY == "nvfp4":
-        most = as_float(tl.load(row_amax))
-        e = tl.where(most == 0, 1.0, tl.minimum(tl.div_rn(2688.0, most), LARGEST))
-        t = tl.div_rn(1.0, e)
-        usual = (t > 1e-30) & (t < 1e30)
+        e, t, usual = of_tensor(tl.load(row_amax).to(tl.float32, bitcast=True))
         if first_row + first_col == 0:
             tl.store(row_whole, t)
             tl.store(col_whole, t)
@@ -198,28 +198,28 @@ def quantize_units(
         at += (first_col // 2 + tl.arange(0, C // 2))[None, :]
         words = ()
         for j in tl.static_range(8):
-            words = _with(words, tl.load(at + j * (stride // 2)))
+            words = with_one(words, tl.load(at + j * (stride // 2)))
         both = tl.zeros((R8, C // 2), tl.int32)
         for j in tl.static_range(8):
             two = words[j] & 0x7FFF7FFF
-            both = _larger(both, two)
-            most = tl.reduce(tl.reshape(two, (R8, ACROSS, BLOCK // 2)), 2, _larger)
-            found = _with(found, tl.maximum(most << 16, most & -65536))
-            bits = _with(bits, _halves(words[j]))
-        both = tl.reduce(tl.reshape(both, (DOWN, BLOCK // 8, C // 2)), 1, _larger)
-        down = _halves(both)
+            both = larger(both, two)
+            most = tl.reduce(tl.reshape(two, (R8, ACROSS, BLOCK // 2)), 2, larger)
+            found = with_one(found, tl.maximum(most << 16, most & -65536))
+            bits = with_one(bits, halves(words[j]))
+        both = tl.reduce(tl.reshape(both, (DOWN, BLOCK // 8, C // 2)), 1, larger)
+        down = halves(both)
     else:
         for j in tl.static_range(8):
             at = x + (r + j).to(tl.int64)[:, None] * stride + c[None, :]
             there = ((r + j) < rows)[:, None] & (c < cols)[None, :]
-            bits = _with(bits, bits_of(tl.load(at, mask=there, other=0.0)))
+            bits = with_one(bits, bits_of(tl.load(at, mask=there, other=0.0)))
         most = tl.zeros((R8, C), tl.int32)
         for j in tl.static_range(8):
             magnitude = bits[j] & MAGNITUDE
-            found = _with(found, tl.max(tl.reshape(magnitude, (R8, ACROSS, BLOCK)), 2))
+            found = with_one(found, tl.max(tl.reshape(magnitude, (R8, ACROSS, BLOCK)), 2))
             most = tl.maximum(most, magnitude)
         down = tl.max(tl.reshape(most, (DOWN, BLOCK // 8, C)), 1)
-    across = _joined(found)  # [R8, ACROSS, 8]
+    across = joined(found)  # [R8, ACROSS, 8]
     if FAMILY == "mx":
         row_scale, row_factor = _mx(across, EMAX, UP_FROM, LEAST)
         col_scale, col_factor = _mx(down, EMAX, UP_FROM, LEAST)
@@ -237,19 +237,19 @@ def quantize_units(
         _put(col_scales, tl.trans(col_scale), c, b, cols, blocks, EVEN)
     else:
         _put(col_scales, col_scale, b, c, blocks, cols, EVEN)
-    factors, values = _parted(row_factor), ()
+    factors, values = parted(row_factor), ()
     for j in tl.static_range(8):
-        values = _with(values, as_float(bits[j]))
-    col_factor = _spread(col_factor, BLOCK // 8)
+        values = with_one(values, as_float(bits[j]))
+    col_factor = spread(col_factor, BLOCK // 8)
     if BITS == 4:
         row_to = row_codes.to(tl.pointer_type(tl.int32), bitcast=True)
         col_to = col_codes.to(tl.pointer_type(tl.int32), bitcast=True)
-        word = word_e2m1(values, col_factor, ASM) & _spread((down - INF) >> 31, BLOCK // 8)
+        word = word_e2m1(values, col_factor, ASM) & spread((down - INF) >> 31, BLOCK // 8)
         i = first_row // 8 + tl.arange(0, R8)
         _put(col_to, tl.trans(word), c, i, cols, rows // 8, EVEN)
-        finite, i = _parted((across - INF) >> 31), first_col // 8 + tl.arange(0, C // 8)
+        finite, i = parted((across - INF) >> 31), first_col // 8 + tl.arange(0, C // 8)
         for j in tl.static_range(8):
-            parts = _parted(tl.reshape(values[j], (R8, C // 8, 8)))
+            parts = parted(tl.reshape(values[j], (R8, C // 8, 8)))
             factor = tl.broadcast_to(factors[j][:, :, None], (R8, ACROSS, BLOCK // 8))
             there = tl.broadcast_to(finite[j][:, :, None], (R8, ACROSS, BLOCK // 8))
             word = word_e2m1(parts, tl.reshape(factor, (R8, C // 8)), ASM)
@@ -264,10 +264,10 @@ def quantize_units(
                 NAN_CODE, ZERO_SIGN, CASTS,
             )
             _put(row_codes, code, r + j, c, rows, cols, EVEN)
-            made = _with(made, values[j] * col_factor)
+            made = with_one(made, values[j] * col_factor)
         if TURNED:
             code = _code(
-                _joined(made), MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN, CASTS
+                joined(made), MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN, CASTS
             )
             turned = tl.reshape(tl.permute(code, (1, 0, 2)), (C, R))
             _put(col_codes, turned, c, first_row + tl.arange(0, R), cols, rows, EVEN)
@@ -277,3 +277,26 @@ def quantize_units(
                     made[j], MANTISSA_BITS, MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN, CASTS
                 )
                 _put(col_codes, code, r + j, c, rows, cols, EVEN)
+
+
+@triton.jit
+def quantize_units(
+    x, row_codes, row_scales, col_codes, col_scales, rows, cols, stride,
+    FAMILY: tl.constexpr, BITS: tl.constexpr, CASTS: tl.constexpr, ASM: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, MANTISSA_BITS: tl.constexpr = 1, MAX_BITS: tl.constexpr = 0,
+    MIN_BITS: tl.constexpr = 0, NAN_CODE: tl.constexpr = 0, ZERO_SIGN: tl.constexpr = True,
+    EMAX: tl.constexpr = 0, UP_FROM: tl.constexpr = 0, LEAST: tl.constexpr = -1,
+    EPSILON: tl.constexpr = 0, TINY: tl.constexpr = 0, POW2: tl.constexpr = False,
+    row_amax=None, row_whole=None, col_whole=None,
+):
+    """Codes and scales of x [rows, cols], multiples of 8, along its rows and its columns. FAMILY:
+    "mx", "blockwise" (of 1 x 128) or "nvfp4" (by rows, after `amax`); CASTS: whether the GPU casts
+    to FP8, ASM: whether it is NVIDIA's; PACKED: x is bf16 in whole tiles, whose magnitudes are
+    compared two at a time; EVEN: tiles are whole; the other words as of quantize.py."""
+    unit_tile(
+        tl.program_id(0), tl.program_id(1), x, row_codes, row_scales, col_codes, col_scales, rows,
+        cols, stride, FAMILY, BITS, CASTS, ASM, PACKED, EVEN, TURNED, R, C, MANTISSA_BITS,
+        MAX_BITS, MIN_BITS, NAN_CODE, ZERO_SIGN, EMAX, UP_FROM, LEAST, EPSILON, TINY, POW2,
+        row_amax, row_whole, col_whole,
+    )
