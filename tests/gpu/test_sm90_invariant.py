@@ -68,11 +68,13 @@ def test_rows_keep_their_bits(recipe, rows, n, k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8", "fp8 fp32"])
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(64, 200, 320), (17, 136, 1040), (300, 40, 2000), (64, 64, 24576)]
+    ("rows", "n", "k"),
+    [(64, 200, 320), (17, 136, 1040), (300, 40, 2000), (64, 64, 24576), (64, 17800, 320)],
 )
 def test_few_rows_of_frozen_weights_are_those_of_many(fmt, rows, n, k, dtype):
     """Of a weight with tiles of all classes; CTAs that make x and rows that are made before; a k so
-    long that there is room for few stages, as many as a warpgroup multiplies at once."""
+    long that there is room for few stages, and of many rounds in a cluster; an n with which a CTA
+    has all of k."""
     layer = te_mx.Linear(k, n, params_dtype=torch.bfloat16, device="cuda")
     w = layer.weight.data
     w[::3] *= 2.0**-12  # rows that differ, and in the first tile blocks of a row
@@ -88,7 +90,7 @@ def test_few_rows_of_frozen_weights_are_those_of_many(fmt, rows, n, k, dtype):
             assert classes >= ({2, 3} if k > 320 else {1, 3})
         same(layer(x), whole)
         assert te_mx.audit(layer)["(root)"].fprop != "sm90_rows"
-        for m in {1, 2, 5, 16, min(rows, 64 if fmt == "mxfp8" else 32)}:
+        for m in {1, 2, 5, 9, 16, min(rows, 64 if fmt == "mxfp8" else 32)}:
             same(layer(x[-m:].contiguous()), whole[-m:])
             assert te_mx.audit(layer)["(root)"].fprop == "sm90_rows"
 

@@ -15,6 +15,7 @@ from te_mx.backends.native import fields_of
 from te_mx.backends.reference import quantize as reference
 from te_mx.backends.sm90 import binding, grouped, nvfp4, nvfp4_grouped
 from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
+from te_mx.backends.sm90.layouts.tiles import BY_ROWS
 from te_mx.backends.sm90.nvfp4 import (
     MOST_DENSE,
     PRODUCT,
@@ -275,14 +276,15 @@ def test_values_of_mxfp4(shape):
         assert torch.equal(dequantize(Rest().rest(row), dtype), row.values(dtype))
 
 
+@pytest.mark.parametrize("spread", [8, BY_ROWS])
 @pytest.mark.parametrize("shape", [(128, 128), (190, 1000), (321, 33), (64, 7168)], ids=str)
-def test_mxfp4_is_unpacked_to_the_tiles_of_plain_codes(shape):
+def test_mxfp4_is_unpacked_to_the_tiles_of_plain_codes(shape, spread):
     native, row, made = binding.native(), weight(*shape, 5, "mxfp4"), []
     nbytes, scales_at = native.packed_bytes(*shape)
     for one in (row, Rest().rest(row)):
         room = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         args = native.PackArgs(
-            rows=shape[0], k=shape[1], out_layout=LAYOUTS["sm90"], spread=8,
+            rows=shape[0], k=shape[1], out_layout=LAYOUTS["sm90"], spread=spread,
             codes=one.codes.data_ptr(), scales=one.scales.data_ptr(), out_codes=room.data_ptr(),
             out_scales=room.data_ptr() + scales_at, **fields_of(one.spec),
         )  # fmt: skip

@@ -5,10 +5,6 @@
 namespace te_mx::sm90 {
 namespace {
 
-// A CTA makes so many quads times rows of x, of so many quads, where CTAs are not many more than
-// SMs (NVIDIA H200: 9.6 instead of 11.2 us for one row of 4096 -> 4096).
-constexpr int kRowsOwn = 128, kRowsKept = 32;
-
 template <class Math>
 Status run(RowsParams p, const DecodeTask& t, int blocks) {
   p.stages = std::min(p.x.quads, kRowsMostStages);
@@ -18,13 +14,11 @@ Status run(RowsParams p, const DecodeTask& t, int blocks) {
   if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
                                    t.w.row_bytes, t.w.ld, kRowsWeights, kDecodeQuad))
     return Status::unsupported;
-  if constexpr (!Math::kMakesX) {
-    p.x.made = static_cast<uint8_t*>(t.workspace);
-    p.x.beside =
-        reinterpret_cast<float*>(p.x.made + int64_t{blocks} * p.x.quads * p.x.rows * kDecodeQuad);
-    const Status status = launch_align(p.x, blocks, t.stream);
-    if (status != Status::ok) return status;
-  }
+  p.x.made = static_cast<uint8_t*>(t.workspace);
+  p.x.beside =
+      reinterpret_cast<float*>(p.x.made + int64_t{blocks} * p.x.quads * p.x.rows * kDecodeQuad);
+  const Status status = launch_align(p.x, blocks, t.stream);
+  if (status != Status::ok) return status;
   const dim3 grid((p.n + kRowsWeights - 1) / kRowsWeights, blocks);
   const int smem = std::max(rows_room<Math>(p.stages, p.x.quads).bytes, kDecodeLeastSmem);
   return launch_early(rows_kernel<Math>, {grid, kRowsThreads, t.stream, smem}, map, p);
@@ -37,6 +31,8 @@ Status run_rows(const DecodeTask& t, bool factors, int sms) {
   const bool gelu = out.act == Act::gelu || out.act == Act::gelu_erf;
   // NOTE: other activations are those of results that were rounded before.
   if (out.activates && (!gelu || t.n % 2 != 0)) return Status::unsupported;
+  const Status dealt = run_dealt(t, factors, sms);
+  if (dealt != Status::unsupported) return dealt;
   RowsParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
   p.x.spread = 255;  // whatever lies further below becomes zeros
@@ -47,13 +43,7 @@ Status run_rows(const DecodeTask& t, bool factors, int sms) {
   p.words_matrix = t.p.w_scales.matrix;
   p.n = static_cast<int>(t.n), p.out = t.p.out, p.x.factors = factors;
   const auto blocks = static_cast<int>(decode_blocks(p.x.m, t.rows.groups.count, p.x.rows));
-  if (t.rows.groups.count == 0 && p.x.m <= 8 && p.x.in.plain(p.x.k) && p.x.quads <= kRowsKept &&
-      p.x.quads * std::max(p.x.m, 3) <= kRowsOwn && p.n <= kRowsWeights * sms) {
-    const Status status = run<RowsMath<8, true>>(p, t, blocks);
-    if (status != Status::unsupported) return status;
-  }
-  return p.x.rows == 16 ? run<RowsMath<16, false>>(p, t, blocks)
-                        : run<RowsMath<32, false>>(p, t, blocks);
+  return p.x.rows == 16 ? run<RowsMath<16>>(p, t, blocks) : run<RowsMath<32>>(p, t, blocks);
 }
 
 }  // namespace te_mx::sm90

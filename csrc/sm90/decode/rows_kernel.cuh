@@ -14,14 +14,19 @@
 #pragma once
 
 #include "common/stages.cuh"
-#include "decode/wide_kernel.cuh"
+#include "decode/aligned_rows.cuh"
+#include "decode/decode_out.cuh"
+#include "decode/decode_weights.cuh"
 #include "gemm/gemm_factors.cuh"
 #include "gemm/gemm_gelu.cuh"
 #include "mxtile/sm90/copy_async.cuh"
+#include "mxtile/sm90/tma.cuh"
 #include "mxtile/sm90/wgmma_shared.cuh"
 
 namespace te_mx::sm90 {
 
+inline constexpr int kWideRows = 128;                     // of weights in a tile
+inline constexpr int kWideWords = 4 * (kWideRows + 4);    // bytes of the scales of a tile
 inline constexpr int kRowsMath = 128, kRowsWeights = 64;  // threads of a warpgroup, rows of a CTA
 inline constexpr int kRowsOthers = 2 * kRowsMath, kRowsThreads = kRowsOthers + 32;
 inline constexpr int kRowsMostStages = 24;
@@ -39,18 +44,17 @@ struct RowsParams {
   DecodeOut out;
 };
 
-// Where things lie in shared memory: x (of a CTA that makes it, codes of all quads; else stages),
-// stages of weights, and of all quads scales of x and of weights, and classes.
+// Where things lie in shared memory: stages of x and of weights, and of all quads scales of both,
+// and classes.
 struct RowsRoom {
   int x_at, w_at, x_scales_at, words_at, classes_at, sums_at, bars_at, bytes;
 };
 
-// kX: rows of x of a block. kMakes: every CTA makes its x.
-template <int kX_, bool kMakes>
+// kX: rows of x of a block.
+template <int kX_>
 struct RowsMath {
   static constexpr int kX = kX_, kFloats = kX / 2;
   static constexpr int kAhead = kX <= 16 ? 4 : 2;  // quads that a warpgroup multiplies at once
-  static constexpr bool kMakesX = kMakes;
   static constexpr int kCodes = kX * kDecodeQuad, kScales = kX * 4;  // of a quad of x
   static constexpr int kWeights = kRowsWeights * kDecodeQuad, kWords = kRowsWeights * 4;
 };
@@ -58,7 +62,7 @@ struct RowsMath {
 template <class Math>
 __host__ __device__ constexpr RowsRoom rows_room(int stages, int quads) {
   RowsRoom r{};
-  r.w_at = (Math::kMakesX ? quads : stages) * Math::kCodes;
+  r.w_at = stages * Math::kCodes;
   r.x_scales_at = r.w_at + stages * Math::kWeights;
   r.words_at = r.x_scales_at + quads * Math::kScales;
   r.classes_at = r.words_at + quads * Math::kWords;
@@ -71,18 +75,14 @@ __host__ __device__ constexpr RowsRoom rows_room(int stages, int quads) {
 // What a CTA has to do, and where.
 template <class Math>
 struct RowsPlace {
-  static constexpr int kWorkers = kWideMath / 16;  // that make x
   const RowsParams& p;
   DecodeRows block;
-  int first = 0, length;  // quads
-  int n0;                 // the first row of its weights
+  int length;  // quads
+  int n0;      // the first row of its weights
   RowsRoom room;
   uint8_t* smem;
   uint32_t base, full, empty;  // shared addresses; barriers: quads are there, stages were read
   uint64_t* bars;
-  // Of make_first(): every block is taken by the first pass.
-  int* passes = nullptr;
-  int* most_passes = nullptr;
 
   __device__ __forceinline__ RowsPlace(const RowsParams& p, uint8_t* smem)
       : p(p),
@@ -105,7 +105,6 @@ struct RowsPlace {
     }
     return true;
   }
-  __device__ __forceinline__ const DecodeBlock& rows() const { return block; }
   // Words of the tile of the CTA's weights in a quad, with that of the class behind; or its factor.
   __device__ __forceinline__ const uint8_t* tile_words(int quad) const {
     return p.words + block.group * p.words_matrix + quad * p.words_quad +
@@ -132,29 +131,6 @@ struct RowsPlace {
   }
 };
 
-// make_first() of blocks of 128 with an fp32 scale.
-template <class Math>
-__device__ __forceinline__ void make_factors(const RowsPlace<Math>& at) {
-  using Eight = AlignedValues<__nv_bfloat16, true, true>;
-  const int lane = threadIdx.x % 16;
-  each_quad<Eight>(
-      at, [&](Eight(&x)[kMakeBatch], const int (&quad)[kMakeBatch], const int (&row)[kMakeBatch]) {
-#pragma unroll
-        for (int j = 0; j < kMakeBatch; ++j) {
-          const EightMade made = x[j].made(at.p.x.in);
-          if (row[j] >= 0) {
-            store_aligned(at.smem + at.room.x_at + quad[j] * Math::kCodes,
-                          {made.words.x, made.words.y}, row[j], lane);
-            if (lane == 0)
-              reinterpret_cast<float*>(at.smem + at.room.x_scales_at +
-                                       quad[j] * Math::kScales)[aligned_scale_place<true>(row[j])] =
-                  made.scale;
-          }
-        }
-      });
-  tile::fence_async_proxy();
-}
-
 // One lane of the warp that asks for what the others multiply.
 template <class Math>
 struct RowsProducer {
@@ -163,20 +139,17 @@ struct RowsProducer {
 
   __device__ __forceinline__ void ask_weights(int quad, int s) const {
     const uint32_t bar = at.full_bar(quad);
-    tile::mbar_arrive_expect(bar, Math::kWeights + (Math::kMakesX ? 0 : Math::kCodes));
+    tile::mbar_arrive_expect(bar, Math::kWeights + Math::kCodes);
     tile::tma_load(at.w(s), map, bar, quad * kDecodeQuad, at.block.group * at.p.n + at.n0);
   }
   __device__ __forceinline__ void ask_x(int quad, int s) const {
-    if constexpr (!Math::kMakesX)
-      tile::bulk_load(at.x(s), at.p.x.at(blockIdx.y, 0, quad), Math::kCodes, at.full_bar(quad));
+    tile::bulk_load(at.x(s), at.p.x.at(blockIdx.y, 0, quad), Math::kCodes, at.full_bar(quad));
   }
   __device__ __forceinline__ void ask_scales() const {
-    if constexpr (!Math::kMakesX) {
-      const int bytes = at.length * Math::kScales;
-      tile::mbar_arrive_expect(at.scales_bar(), bytes);
-      tile::bulk_load(at.base + at.room.x_scales_at, at.p.x.scales_at(blockIdx.y, 0, 0), bytes,
-                      tile::smem_addr(at.scales_bar()));
-    }
+    const int bytes = at.length * Math::kScales;
+    tile::mbar_arrive_expect(at.scales_bar(), bytes);
+    tile::bulk_load(at.base + at.room.x_scales_at, at.p.x.scales_at(blockIdx.y, 0, 0), bytes,
+                    tile::smem_addr(at.scales_bar()));
   }
   __device__ __forceinline__ void ask_all() const {
     ask_stages(
@@ -342,19 +315,14 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
     tile::wait_copy_groups<0>();
   }
   tile::await_predecessors();
-  if constexpr (Math::kMakesX) {
-    factors ? make_factors(at) : make_first(at);
-  } else {
-    tile::mbar_wait(tile::smem_addr(at.scales_bar()), 0);
-  }
+  tile::mbar_wait(tile::smem_addr(at.scales_bar()), 0);
   tile::named_barrier(kMath, kRowsOthers);
 
   const int there = at.block.count - lane % 4 * 2;
   // NOTE: kept in registers, so that quads take few instructions.
   const uint32_t x_at = tile::keep(tile::wgmma_desc_at(at.x(0))),
                  w_at = tile::keep(tile::wgmma_desc_at(at.w(0))),
-                 scales_at = tile::keep(at.base + at.room.x_scales_at +
-                                        lane % 4 * (Math::kX == 8 ? 8 : 16)),
+                 scales_at = tile::keep(at.base + at.room.x_scales_at + lane % 4 * 16),
                  words_at = tile::keep(at.base + at.room.words_at + (warp % 4 * 16 + lane / 4) * 4),
                  sums_at = tile::keep(at.base + at.room.sums_at + threadIdx.x % kRowsMath * 16);
   RowsSums<Math> sums;
@@ -371,11 +339,9 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
     __syncwarp();
     if (tile::elect_one()) tile::mbar_arrive(at.bars + kRowsBars + stage);
   };
-  const auto x_of = [&](int quad, int stage) {
-    return x_at + (Math::kMakesX ? quad : stage) * (Math::kCodes / 16);
-  };
-  const auto start = [&](float (&d)[kFloats], int quad, int stage) {
-    const uint32_t x = x_of(quad, stage), w = w_at + stage * (Math::kWeights / 16);
+  const auto x_of = [&](int stage) { return x_at + stage * (Math::kCodes / 16); };
+  const auto start = [&](float (&d)[kFloats], int stage) {
+    const uint32_t x = x_of(stage), w = w_at + stage * (Math::kWeights / 16);
     tile::wgmma_pin(d);
     tile::wgmma_fence();
     tile::wgmma_shared<false>(d, w, x);
@@ -408,7 +374,7 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       stage[i] = i < count ? take(quad + i) : 0;
-      start(d[i], quad + min(i, count - 1), stage[i]);
+      start(d[i], stage[i]);
     }
     // NOTE: scales are read while the tensor cores multiply.
     OfX x[kAhead];
@@ -448,7 +414,7 @@ __global__ void __launch_bounds__(kRowsThreads, 2)
     float d[kFloats];
     const int stage = take(quad);
     begin();
-    const uint32_t x = x_of(quad, stage), w = w_at + stage * (Math::kWeights / 16);
+    const uint32_t x = x_of(stage), w = w_at + stage * (Math::kWeights / 16);
     OfX scales;
     scales.load(scales_at + quad * Math::kScales);
     const uint32_t words = words_at + quad * Math::kWords;

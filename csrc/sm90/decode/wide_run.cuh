@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "common/launch.h"
+#include "decode/aligned_rows.cuh"
 #include "decode/decode_run.cuh"
-#include "decode/wide_kernel.cuh"
 
 namespace te_mx::sm90 {
 

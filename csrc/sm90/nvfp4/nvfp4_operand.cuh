@@ -90,21 +90,4 @@ struct Nvfp4Operand {
   }
 };
 
-// Sixteen codes of a row as nibbles, of the words of lanes 4g + t for t from 0 to 3; high: row g
-// + 8.
-__device__ __forceinline__ void nibbles_of_words(uint32_t (&nibbles)[2], const uint32_t (&words)[4],
-                                                 int high) {
-  const int sign0 = high ? 9 : 12, rest0 = high ? 3 : 6, sign1 = high ? 10 : 11,
-            rest1 = high ? 9 : 0;
-  nibbles[0] = nibbles[1] = 0;
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const uint32_t w = words[t];
-    const uint32_t first = (w >> rest0 & 0x00070007u) | (w >> sign0 & 0x00080008u);
-    const uint32_t second = (w >> rest1 & 0x00070007u) | (w >> sign1 & 0x00080008u);
-    nibbles[0] |= ((first | first >> 12) & 0xFFu) << (8 * t);
-    nibbles[1] |= ((second | second >> 12) & 0xFFu) << (8 * t);
-  }
-}
-
 }  // namespace te_mx::sm90

@@ -1,6 +1,7 @@
 // Dequantizes plain MX codes [rows, cols]: code * 2^(byte - 127). In bf16 this is the exact path's
 // operand: every value of a block with a scale byte in [4, 246] is a bf16 number.
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -21,24 +22,15 @@ inline constexpr int kThreads = 256;
 inline constexpr int kRows = 4;  // of a thread, under each other: one block where blocks go down
 inline constexpr int64_t kMaxY = 32768;
 
-// What two results are in memory.
-template <class T>
-struct Pair;
-template <>
-struct Pair<float> {
-  using Type = float2;
-  static __device__ __forceinline__ float2 of(float2 v) { return v; }
-};
-template <>
-struct Pair<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
-  static __device__ __forceinline__ Type of(float2 v) { return __float22bfloat162_rn(v); }
-};
-template <>
-struct Pair<__half> {
-  using Type = __half2;
-  static __device__ __forceinline__ Type of(float2 v) { return __float22half2_rn(v); }
-};
+// Two numbers of 16 bits as they lie in memory: bf16, or fp16.
+__device__ __forceinline__ uint32_t pair_of(float2 v, bool fp16) {
+  if (fp16) {
+    const __half2 pair = __float22half2_rn(v);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  const __nv_bfloat162 pair = __float22bfloat162_rn(v);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
 
 // Codes that are read as those of another element.
 template <tile::Fp8 kFmt, bool kDown>
@@ -66,8 +58,8 @@ struct Params {
   int lane_bits;  // 2^lane_bits threads side by side, 8 columns each
 };
 
-// cols is a multiple of 8 and the addresses are aligned.
-template <tile::Fp8 kFmt, class T, bool kDown>
+// To fp32, or to 16 bits. cols is a multiple of 8 and the addresses are aligned.
+template <tile::Fp8 kFmt, bool kWide, bool kDown>
 __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_constant__ Params p) {
   const DequantizeTask& a = p.a;
   const int lane = threadIdx.x & ((1 << p.lane_bits) - 1);
@@ -101,19 +93,24 @@ __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_cons
   for (int i = 0; i < kRows; ++i) {
     if (i >= count) break;
     const float one = kDown ? 0.0f : tile::e8m0_to_float(scale[i]);
-    alignas(16) typename Pair<T>::Type out[4];
+    alignas(16) uint32_t out[kWide ? 8 : 4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t word = j < 2 ? codes[i].x : codes[i].y;
       const float2 v = __half22float2(
           tile::fp8x2_to_half2<kReadFmt<kFmt>>(static_cast<uint16_t>(word >> (j % 2 * 16))));
-      out[j] = Pair<T>::of(
-          {v.x * (kDown ? factors[2 * j] : one), v.y * (kDown ? factors[2 * j + 1] : one)});
+      const float2 y{v.x * (kDown ? factors[2 * j] : one),
+                     v.y * (kDown ? factors[2 * j + 1] : one)};
+      if constexpr (kWide) {
+        out[2 * j] = __float_as_uint(y.x), out[2 * j + 1] = __float_as_uint(y.y);
+      } else {
+        out[j] = pair_of(y, a.out_dtype == DType::f16);
+      }
     }
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(a.out) + (row + i) * a.cols + col);
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.out) +
+                                               (kWide ? 4 : 2) * ((row + i) * a.cols + col));
 #pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
-      to[j] = reinterpret_cast<const uint4*>(out)[j];
+    for (int j = 0; j < (kWide ? 2 : 1); ++j) to[j] = reinterpret_cast<const uint4*>(out)[j];
   }
 }
 
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
 
 bool aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-template <tile::Fp8 kFmt, class T>
+template <tile::Fp8 kFmt, bool kWide>
 void launch(const DequantizeTask& a) {
   const auto stream = static_cast<cudaStream_t>(a.stream);
   if (a.cols % 8 != 0 || !aligned(a.codes, 8) || !aligned(a.out, 16) ||
@@ -157,20 +154,9 @@ void launch(const DequantizeTask& a) {
                   static_cast<unsigned>(groups < kMaxY ? groups : kMaxY),
                   static_cast<unsigned>((groups + kMaxY - 1) / kMaxY));
   if (a.blocks_along_rows) {
-    dequantize_vectors<kFmt, T, true><<<grid, kThreads, 0, stream>>>(p);
+    dequantize_vectors<kFmt, kWide, true><<<grid, kThreads, 0, stream>>>(p);
   } else {
-    dequantize_vectors<kFmt, T, false><<<grid, kThreads, 0, stream>>>(p);
-  }
-}
-
-template <tile::Fp8 kFmt>
-void launch_any(const DequantizeTask& a) {
-  if (a.out_dtype == DType::bf16) {
-    launch<kFmt, __nv_bfloat16>(a);
-  } else if (a.out_dtype == DType::f16) {
-    launch<kFmt, __half>(a);
-  } else {
-    launch<kFmt, float>(a);
+    dequantize_vectors<kFmt, kWide, false><<<grid, kThreads, 0, stream>>>(p);
   }
 }
 
@@ -184,7 +170,7 @@ Status dequantize(const DequantizeArgs& args) {
   const DequantizeTask a = task_of(args);
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   with_element(a.element, [&]<tile::Fp8 kFmt>() {
-    launch_any<kFmt>(a);
+    a.out_dtype == DType::f32 ? launch<kFmt, true>(a) : launch<kFmt, false>(a);
     return Status::ok;
   });
   return started(cudaGetLastError());

@@ -28,10 +28,10 @@ struct Params {
   int row_bits, col_bits;
 };
 
-// A thread takes 8 codes of a row at a time, which start where 8 bytes do.
-template <tile::Fp8 kFmt, class T>
+// To fp32, or to 16 bits. A thread takes 8 codes of a row at a time, which start where 8 bytes do.
+template <tile::Fp8 kFmt, bool kWide>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_factor_vectors(const __grid_constant__ Params p) {
+    dequantize_factor_vectors(const __grid_constant__ Params p, bool fp16) {
   const int64_t pieces = p.cols / 8, total = p.rows * pieces,
                 step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
@@ -39,18 +39,24 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = i / pieces, col = (i - row * pieces) * 8;
     const float* const scales = p.scales + (row >> p.row_bits) * p.scale_ld;
     alignas(8) uint8_t codes[8];
-    alignas(16) T out[8];
+    alignas(16) uint16_t out[kWide ? 16 : 8];
     *reinterpret_cast<uint2*>(codes) =
         __ldg(reinterpret_cast<const uint2*>(p.codes + row * p.cols + col));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float v = __low2float(tile::fp8x2_to_half2<kFmt>(codes[j]));
-      out[j] = static_cast<T>(v * __ldg(scales + ((col + j) >> p.col_bits)));
+      const float code = __low2float(tile::fp8x2_to_half2<kFmt>(codes[j]));
+      const float v = code * __ldg(scales + ((col + j) >> p.col_bits));
+      if constexpr (kWide) {
+        reinterpret_cast<float*>(out)[j] = v;
+      } else {
+        out[j] = fp16 ? __half_as_ushort(__float2half_rn(v))
+                      : __bfloat16_as_ushort(__float2bfloat16_rn(v));
+      }
     }
-    T* const to = static_cast<T*>(p.out) + row * p.cols + col;
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) +
+                                               (kWide ? 4 : 2) * (row * p.cols + col));
 #pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
-      reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(out)[j];
+    for (int j = 0; j < (kWide ? 2 : 1); ++j) to[j] = reinterpret_cast<const uint4*>(out)[j];
   }
 }
 
@@ -80,18 +86,13 @@ void launch(const Params& p, Element element, DType dtype, cudaStream_t stream) 
                                                                                   dtype);
     return;
   }
-  const auto go = [&]<class T>(T) {
-    const auto kernel = element == Element::e4m3 ? dequantize_factor_vectors<tile::Fp8::e4m3, T>
-                                                 : dequantize_factor_vectors<tile::Fp8::e5m2, T>;
-    kernel<<<grid_of(p.rows * p.cols / 8), kThreads, 0, stream>>>(p);
+  const auto go = [&]<bool kWide>() {
+    const auto kernel = element == Element::e4m3
+                            ? dequantize_factor_vectors<tile::Fp8::e4m3, kWide>
+                            : dequantize_factor_vectors<tile::Fp8::e5m2, kWide>;
+    kernel<<<grid_of(p.rows * p.cols / 8), kThreads, 0, stream>>>(p, dtype == DType::f16);
   };
-  if (dtype == DType::bf16) {
-    go(__nv_bfloat16{});
-  } else if (dtype == DType::f16) {
-    go(__half{});
-  } else {
-    go(float{});
-  }
+  dtype == DType::f32 ? go.operator()<true>() : go.operator()<false>();
 }
 
 }  // namespace

@@ -69,29 +69,6 @@ __device__ __forceinline__ void load_transposed(Smem& s, uint32_t (&v)[4][4], co
   }
 }
 
-// Nibbles and scale bytes of a tile of MXFP4 that stands still (sm90_nvfp4.h), as pack_tile has
-// them of plain codes: rows r + 32 i of tile rt, of which `rows` exist, 16 of k from k on.
-__device__ __forceinline__ void load_standing(uint32_t (&nibbles)[4][2], uint32_t (&e)[4],
-                                              const PackTask& a, int rt, int kt, int steps, int r,
-                                              int k, int rows) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    nibbles[i][0] = nibbles[i][1] = e[i] = 0;
-    if (32 * i >= rows) continue;
-    const int row = r + 32 * i;
-    const int64_t block = (int64_t{2} * rt + row / kNvfp4Rows) * steps + kt;
-    const int64_t quad = 4 * block + row % kNvfp4Rows / 16;
-    const uint8_t* const from =
-        a.codes + quad * kNvfp4Codes + k / 64 * 512 + row % 8 * 64 + k % 64 / 4;
-    uint32_t words[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) words[t] = __ldcs(reinterpret_cast<const uint32_t*>(from + 16 * t));
-    nibbles_of_words(nibbles[i], words, row % 16 / 8);
-    const int at = row % 8 * 8 + k / 64 * 4 + k % 64 / 32 * 2 + row % 16 / 8;
-    e[i] = (__ldg(a.scales + quad * kMxfp4Scales + at) - kMxfp4Bias) & 255;
-  }
-}
-
 // The operand of group i in a stack.
 template <tile::Fp8 kFmt, bool kTransposed>
 __device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
@@ -103,9 +80,29 @@ __device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
   return a;
 }
 
-// Tile (rt, kt) of an operand by the CTA; all_rows and all_k of it exist. kStands: codes of 4 bits
-// lie as those of a weight that stands still.
-template <tile::Fp8 kFmt, bool kTransposed, bool kStands = false>
+// What a tile's scales decide, once every thread has given its blocks: its class, and what they
+// share. alone: rows have nothing of others.
+struct TileDecision {
+  uint32_t exponent;
+  int cls;
+
+  template <tile::Fp8 kFmt>
+  static __device__ __forceinline__ TileDecision of(TileScales& s, int asked, bool alone) {
+    const ScaleRange all = s.range();
+    const uint32_t exponent = all.exponent(kHeadroom<kFmt>);
+    const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : asked;
+    int cls = alone && !all.empty() ? kUndecided : TileScales::early_class(all, spread);
+    if (cls == kUndecided) {
+      if (threadIdx.x < 128) s.examine(all, threadIdx.x, spread, kHeadroom<kFmt>, alone);
+      __syncthreads();
+      cls = alone ? 1 : s.late_class(all);
+    }
+    return {exponent, cls};
+  }
+};
+
+// Tile (rt, kt) of an operand by the CTA; all_rows and all_k of it exist.
+template <tile::Fp8 kFmt, bool kTransposed>
 __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const PackSide& p,
                                           const PackTask& a, int rt, int kt, int all_rows,
                                           int all_k) {
@@ -114,26 +111,19 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
   const int rows = all_rows - r, block = k / 32;
   uint32_t v[4][4], e[4];
   [[maybe_unused]] uint32_t nibbles[4][2];
-  if constexpr (kStands) {
-    load_standing(nibbles, e, a, rt, kt, static_cast<int>((a.k + 127) / 128), r, k, rows);
-    // NOTE: nobody writes such a weight meanwhile, but somebody may read what was unpacked before.
-    tile::await_predecessors();
-    tile::let_dependents_start();
-  } else if constexpr (kIsFp4<kFmt> && !kTransposed) {
+  if constexpr (kIsFp4<kFmt> && !kTransposed) {
     load_codes<4, 8>(nibbles, a.codes + (r0 + r) * p.ld + kt * int64_t{64} + k / 2, p.ld, 32, rows,
                      (all_k - k + 1) / 2, p.vectors, &s.codes[0][0] + 32 * threadIdx.x);
   } else if constexpr (!kTransposed) {
     load_codes<4, 16>(v, a.codes + (r0 + r) * p.ld + k0 + k, p.ld, 32, rows, all_k - k, p.vectors,
                       &s.codes[0][0] + 64 * threadIdx.x);
   }
-  if constexpr (!kStands) {
-    const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * p.scale_ld;
-    const uint8_t* from =
-        a.scales + (kTransposed ? b * p.scale_ld + r0 + r : (r0 + r) * p.scale_ld + b);
-    const int count = 32 * block < all_k ? rows : 0;
+  const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * p.scale_ld;
+  const uint8_t* from =
+      a.scales + (kTransposed ? b * p.scale_ld + r0 + r : (r0 + r) * p.scale_ld + b);
+  const int there = 32 * block < all_k ? rows : 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < count ? __ldg(from) : 0;
-  }
+  for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < there ? __ldg(from) : 0;
   if constexpr (kTransposed) load_transposed(s, v, a, p.vectors, r0, k0, all_rows, all_k);
   if constexpr (kIsFp4<kFmt> && kTransposed) {
 #pragma unroll
@@ -159,16 +149,7 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
   }
   s.scales.add_range(range);
   __syncthreads();
-  const ScaleRange all = s.scales.range();
-  const uint32_t exponent = all.exponent(kHeadroom<kFmt>);
-  const bool alone = a.spread == kByRows;
-  const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : a.spread;
-  int cls = alone && !all.empty() ? kUndecided : TileScales::early_class(all, spread);
-  if (cls == kUndecided) {
-    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, spread, kHeadroom<kFmt>, alone);
-    __syncthreads();
-    cls = alone ? 1 : s.scales.late_class(all);
-  }
+  const auto [exponent, cls] = TileDecision::of<kFmt>(s.scales, a.spread, a.spread == kByRows);
   if (threadIdx.x < 128) {
     write_words(s.scales, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
                 rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
@@ -191,6 +172,95 @@ __device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const 
     if (e[i] == 255) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0x7F7F7F7Fu;
     if (32 * i < count)
       *reinterpret_cast<uint4*>(to) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
+  }
+}
+
+// Of sixteen codes of a row of MXFP4 that stands still (sm90_nvfp4.h), from the words of its four
+// lanes, the E4M3 codes by a table; signs: 0 where all are to be zeros. kHigh: of row g + 8.
+template <bool kHigh>
+__device__ __forceinline__ uint4 codes_of_words(const uint32_t (&w)[4], const tile::Fp4Table& by,
+                                                uint32_t signs) {
+  // Lanes 2j and 2j + 1, k 2t + 8u and the one after it: nibbles of a selector, and signs.
+  const auto four = [&](uint32_t a, uint32_t b, int rest, int to_sign) {
+    const auto at = [](uint32_t v, int down) { return down < 0 ? v << -down : v >> down; };
+    const uint32_t both = (at(a, rest) & 0x00070007u) | (at(b, rest - 8) & 0x07000700u);
+    return __byte_perm(by.low, by.high, both | both >> 12) |
+           (__byte_perm(a, b, 0x7531) << to_sign & signs);
+  };
+  constexpr int kRest[2] = {kHigh ? 3 : 6, kHigh ? 9 : 0},
+                kSign[2] = {kHigh ? 3 : 0, kHigh ? 2 : 1};
+  return {four(w[0], w[1], kRest[0], kSign[0]), four(w[2], w[3], kRest[0], kSign[0]),
+          four(w[0], w[1], kRest[1], kSign[1]), four(w[2], w[3], kRest[1], kSign[1])};
+}
+
+// pack_tile of MXFP4 that stands still. A warp has a quad, a thread sixteen of k of rows g and g +
+// 8, twice, so that it uses all of every word, and 8 lanes a row.
+__device__ __forceinline__ void unpack_tile(TileScales& s, const PackSide& p, const PackTask& a,
+                                            int rt, int kt, int all_rows, int all_k) {
+  const int lane = threadIdx.x % 32, quad = threadIdx.x / 32, block = lane % 8 / 2;
+  const int64_t steps = (a.k + 127) / 128;
+  const int64_t of_quad = 4 * ((2 * rt + quad / 4) * steps + kt) + quad % 4;
+  const bool there = quad / 4 * kNvfp4Rows < all_rows;
+  uint32_t w[2][4], e[2][2], scales[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int g = lane / 8 + 4 * j;
+    const uint8_t* const from =
+        a.codes + of_quad * kNvfp4Codes + lane % 8 / 4 * 512 + g * 64 + lane % 4 * 4;
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+      w[j][t] = there ? __ldcs(reinterpret_cast<const uint32_t*>(from + 16 * t)) : 0;
+    scales[j] = there ? __ldg(reinterpret_cast<const uint16_t*>(a.scales + of_quad * kMxfp4Scales +
+                                                                g * 8 + block * 2))
+                      : 0;
+  }
+  // NOTE: nobody writes such a weight meanwhile, but somebody may read what was unpacked before.
+  tile::await_predecessors();
+  tile::let_dependents_start();
+  if (threadIdx.x == 0) s.clear();
+  ScaleRange range;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t all = w[j][0] | w[j][1] | w[j][2] | w[j][3];
+    const uint32_t any = all | __shfl_xor_sync(~0u, all, 1);
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const int row = quad * 16 + lane / 8 + 4 * j + 8 * high;
+      uint32_t& one = e[j][high];
+      one = row < all_rows ? ((scales[j] >> (8 * high) & 255) - kMxfp4Bias) & 255 : 0;
+      const bool counts = (any & (high ? 0x0E380E38u : 0x01C701C7u)) != 0;
+      if (counts && row < all_rows) one |= kCounts;
+      range.add(one);
+      if (lane % 2 == 0) s.blocks[block][row] = static_cast<uint16_t>(one);
+    }
+  }
+  s.add_range(range);
+  __syncthreads();
+  const auto [exponent, cls] = TileDecision::of<tile::Fp8::e2m1>(s, a.spread, a.spread == kByRows);
+  if (threadIdx.x < 128)
+    write_words(s, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
+                rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
+  const int rows = lane % 8 * 16 < all_k ? all_rows : 0;
+  uint8_t* const to =
+      a.out.codes + rt * int64_t{128} * p.out_ld + kt * int64_t{128} + lane % 8 * 16;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const int row = quad * 16 + lane / 8 + 4 * j + 8 * high;
+      const uint32_t one = e[j][high];
+      const bool shifted = cls < 2 && (one & kCounts);
+      const uint32_t shared = cls == 0 ? exponent : shifted ? s.target[row] : 0;
+      const uint32_t u = shifted ? tile::kFp4Headroom + shared - (one & 0xFF) : tile::kFp4Headroom;
+      // NOTE: such a weight has no NaN.
+      tile::Fp4Table table(min(u, uint32_t{tile::kFp4Spread}));
+      const bool kept = u <= tile::kFp4Spread;
+      if (!kept) table.low = table.high = 0;
+      const uint32_t signs = kept ? 0x80808080u : 0;
+      const uint4 v = high ? codes_of_words<true>(w[j], table, signs)
+                           : codes_of_words<false>(w[j], table, signs);
+      if (row < rows) *reinterpret_cast<uint4*>(to + row * p.out_ld) = v;
+    }
   }
 }
 
@@ -260,7 +330,7 @@ struct StandingParams {
 
 __global__ void __launch_bounds__(kPackThreads, 6)
     unpack_standing(const __grid_constant__ StandingParams p) {
-  __shared__ PackSmem<tile::Fp8::e2m1, false> s;
+  __shared__ TileScales s;
   const PackSide& side = p.side;
   const int kt = static_cast<int>(blockIdx.x),
             group = static_cast<int>(blockIdx.y) / side.row_tiles;
@@ -276,7 +346,7 @@ __global__ void __launch_bounds__(kPackThreads, 6)
   }
   const int all_rows = rt == side.row_tiles - 1 ? side.last_rows : 128;
   const int all_k = kt == static_cast<int>(gridDim.x) - 1 ? side.last_k : 128;
-  pack_tile<tile::Fp8::e2m1, false, true>(s, side, a, rt, kt, all_rows, all_k);
+  unpack_tile(s, side, a, rt, kt, all_rows, all_k);
 }
 
 }  // namespace te_mx::sm90

@@ -43,7 +43,7 @@ def is_tall(spec: str) -> bool:
 MOST_SCALE, LEAST_SCALE = 254 - BIAS, 2  # of MXFP4
 # Rows up to which MXFP4 is multiplied in bf16: more of them pay for codes that are unpacked once a
 # call, for FP8.
-MOST_DENSE, MOST_GROUPED = 640, 384  # of groups: of each, in the mean
+MOST_DENSE, MOST_GROUPED = 512, 384  # of groups: of each, in the mean
 GATED = ("silu", "qgelu", "gelu")  # x times a sigmoid
 
 

@@ -1,0 +1,60 @@
+// The launches of dealt_kernel.
+#include "decode/dealt_kernel.cuh"
+#include "decode/wide_run.cuh"
+
+namespace te_mx::sm90 {
+namespace {
+
+template <class Math>
+Status run(DealtParams p, const DecodeTask& t) {
+  p.x.rows = p.x.rows_of.most = Math::kX;
+  p.blocks = (p.x.m + Math::kX - 1) / Math::kX;
+  const int longest = (p.x.quads + p.cluster - 1) / p.cluster;
+  p.groups = shares_of(kDealtGroups, p.cluster);
+  p.adders = p.cluster == 1 ? 0 : (kDealtGroups + p.cluster - 1) / p.cluster;
+  p.slots = p.cluster == 1 ? 0 : std::min(longest, kDealtMostSlots);
+  p.stages = std::min(longest, kDealtMostStages);
+  const auto bytes = [&] {
+    return dealt_room<Math>(p.stages, p.slots * p.cluster * p.adders, p.x.quads).bytes;
+  };
+  while (p.stages > 3 && bytes() > kWideSmem) --p.stages;
+  while (p.slots > 2 && bytes() > kWideSmem) --p.slots;
+  if (bytes() > kWideSmem) return Status::unsupported;
+  CUtensorMap map;
+  if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
+                                   t.w.row_bytes, t.w.ld, kWideRows, kDecodeQuad))
+    return Status::unsupported;
+  if constexpr (!Math::kMakesX) {
+    p.x.made = static_cast<uint8_t*>(t.workspace);
+    p.x.beside =
+        reinterpret_cast<float*>(p.x.made + int64_t{p.blocks} * p.x.quads * p.x.rows * kDecodeQuad);
+    const Status status = launch_align(p.x, p.blocks, t.stream);
+    if (status != Status::ok) return status;
+  }
+  const dim3 grid((p.n + kWideRows - 1) / kWideRows * p.blocks * p.cluster);
+  const auto threads = static_cast<unsigned>(kDealtMath + 32 + 32 * p.adders);
+  const int smem = std::max(bytes(), kDecodeLeastSmem);
+  return launch_early(dealt_kernel<Math>, {grid, threads, t.stream, smem, p.cluster}, map, p);
+}
+
+}  // namespace
+
+// NOTE: measured on an NVIDIA H200, 2026-11-29: of more than 16 rows products are too many bytes to
+// send, so that rows_kernel is faster but where a CTA has all of k.
+Status run_dealt(const DecodeTask& t, bool factors, int sms) {
+  DealtParams p;
+  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
+  p.x.quads = static_cast<int>(decode_quads(t.k)), p.x.factors = factors, p.x.spread = 255;
+  p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
+  p.n = static_cast<int>(t.n), p.out = t.p.out;
+  p.cluster = num_splits({SplitKind::wide, t.n, t.k, sms});
+  if (t.rows.groups.count > 0 || p.x.quads > kDealtMostQuads ||
+      reinterpret_cast<uintptr_t>(p.words) % 16 != 0)
+    return Status::unsupported;
+  if (p.x.m <= 16 && p.x.in.plain(p.x.k))
+    return p.x.m <= 8 ? run<DealtMath<8, true, true>>(p, t) : run<DealtMath<16, true, true>>(p, t);
+  return p.x.m > 32 && p.cluster == 1 && !factors ? run<DealtMath<64, false, false>>(p, t)
+                                                  : Status::unsupported;
+}
+
+}  // namespace te_mx::sm90
