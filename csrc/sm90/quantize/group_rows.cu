@@ -83,7 +83,7 @@ __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
   }
   if (threadIdx.x < 128)
     write_words(s, exponent, cls, threadIdx.x, tile_words(p.to.scales, step, tile, p.row_tiles),
-                tile == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
+                false);  // the words of groups need no padding
   uint8_t* to = p.to.codes + int64_t{first + own} * p.ld + k;
 #pragma unroll
   for (int i = 0; i < kTurns; ++i, to += kRows * p.ld) {
