@@ -58,6 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--eval-every", type=int, default=20, metavar="STEPS", help="0: at the end only")
     p.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    p.set_defaults(text="")  # the standard library's
     p.add_argument("--out", type=Path, default=Path("runs/lora"), help="folder of what is written")
     args = p.parse_args(argv)
     args.dtype = getattr(args, "dtype", precision.usual_dtype(args.device))

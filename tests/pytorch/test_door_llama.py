@@ -3,6 +3,8 @@ replaces it: its weights by name, its outputs within the rounding of bf16."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -81,26 +83,34 @@ def models(request):
 
 
 def test_a_decoder_layer_and_its_gradients(models):
+    """In fp32 the same; in bf16, where each rounds a dozen times and how depends on the CPU, as near
+    to fp32 as Transformers' layer."""
     plain, ours, dtype = models
     theirs, layer = plain.model.layers[0], ours.model.layers[0]
     x = torch.randn(2, SEQUENCE, 64, dtype=dtype)
     positions = torch.arange(SEQUENCE).unsqueeze(0)
-    rotary = plain.model.rotary_emb(x, positions)
-    mask = torch.full((SEQUENCE, SEQUENCE), torch.finfo(dtype).min, dtype=dtype).triu(1)
+
+    def their(model, inp):
+        mask = torch.full((SEQUENCE, SEQUENCE), torch.finfo(dtype).min, dtype=inp.dtype).triu(1)
+        rotary = plain.model.rotary_emb(inp, positions)
+        return model(inp, attention_mask=mask[None, None], position_embeddings=rotary)
+
     results = []
-    for run in (
-        lambda inp: theirs(inp, attention_mask=mask[None, None], position_embeddings=rotary),
-        lambda inp: layer(inp),
+    for run, of in (
+        (functools.partial(their, theirs), dtype),
+        (layer, dtype),
+        (functools.partial(their, copy.deepcopy(theirs).float()), torch.float32),
     ):
-        inp = x.clone().requires_grad_()
+        inp = x.to(of, copy=True).requires_grad_()
         out = run(inp)
         out = out[0] if isinstance(out, tuple) else out
         out.float().square().sum().backward()
-        results.append((out.detach(), inp.grad))
-    # Each value is rounded a dozen times on its way, and differently in a few of them.
-    bound = 1e-5 if dtype is torch.float32 else 2.0**-7
-    for one, other in zip(*results, strict=True):
-        assert (one.float() - other.float()).norm() < bound * one.float().norm()
+        results.append((out.detach().float(), inp.grad.float()))
+    for one, other, exact in zip(*results, strict=True):
+        if dtype is torch.float32:
+            assert (one - other).norm() < 1e-5 * one.norm()
+        else:
+            assert 0 < (other - exact).norm() < 1.2 * (one - exact).norm()
     moved = (results[0][0] - x).float().norm() / x.float().norm()
     assert moved > 0.3  # the layer did something
 
