@@ -83,8 +83,8 @@ def models(request):
 
 
 def test_a_decoder_layer_and_its_gradients(models):
-    """In fp32 the same; in bf16, where each rounds a dozen times and how depends on the CPU, as near
-    to fp32 as Transformers' layer."""
+    """In fp32 the same; in bf16, where each rounds a dozen times and how depends on the CPU, as
+    near to fp32 as Transformers' layer."""
     plain, ours, dtype = models
     theirs, layer = plain.model.layers[0], ours.model.layers[0]
     x = torch.randn(2, SEQUENCE, 64, dtype=dtype)
