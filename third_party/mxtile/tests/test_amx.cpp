@@ -150,7 +150,7 @@ void test_against_hardware() {
 
 }  // namespace
 
-int main() {
+int run() {  // by main.cpp
 #if defined(__AVX512F__)
   if (!mxtile::cpu_features().avx512) return 0;  // built for more than this CPU has
 #endif

@@ -187,7 +187,7 @@ void halves() {
 
 }  // namespace
 
-int main() {
+int run() {  // by main.cpp
   elements();
   scales<mx::E4M3>();
   scales<mx::E5M2>();

@@ -9,7 +9,7 @@
 #include "mxtile/quant/scale_range_avx512.hpp"
 #endif
 
-int main() {
+int run() {  // by main.cpp
   int failures = 0;
 #if defined(__AVX512BW__)
   if (!mxtile::cpu_features().avx512) return 0;  // built for more than this CPU has

@@ -355,7 +355,7 @@ void test_squares() {
 
 }  // namespace
 
-int main() {
+int run() {  // by main.cpp
   const mxtile::CpuFeatures cpu = mxtile::cpu_features();
   if ((S::kLanes == 8 && !cpu.avx2) || (S::kLanes == 16 && !cpu.avx512)) {
     std::printf("skipped: this CPU has no such vectors\n");
