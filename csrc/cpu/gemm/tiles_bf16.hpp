@@ -51,6 +51,7 @@ template <class Decoder>
 }
 
 // What tiles are made of. A group is 16 rows, a block 32 k.
+// NOTE: inline everywhere: what is compiled for AVX-512 must not be what a CPU without it runs.
 struct TileSource {
   const StridedOperand& operand;
   const float* exponents;
@@ -66,11 +67,12 @@ struct TileSource {
   }
 
   // Whether none of these groups and blocks sticks out of the operand.
-  bool inside(int64_t group, int64_t groups, int64_t block, int64_t blocks) const {
+  [[gnu::always_inline]] bool inside(int64_t group, int64_t groups, int64_t block,
+                                     int64_t blocks) const {
     return (group + groups) * 16 <= operand.rows && (block + blocks) * kBlock <= operand.k;
   }
 
-  void row_bytes(int64_t group, int32_t* bytes) const {
+  [[gnu::always_inline]] void row_bytes(int64_t group, int32_t* bytes) const {
     for (int64_t r = 0; r < 16; ++r) {
       const int64_t row = group * 16 + r;
       bytes[r] = row < operand.rows ? row_byte(exponents[row]) : 127;
@@ -79,7 +81,8 @@ struct TileSource {
 
   // Those of blocks [block0, block1).
   template <bool k_last>
-  void scale_bytes(int64_t group, int64_t block0, int64_t block1, uint8_t (*bytes)[16]) const {
+  [[gnu::always_inline]] void scale_bytes(int64_t group, int64_t block0, int64_t block1,
+                                          uint8_t (*bytes)[16]) const {
     if (!k_last && (group + 1) * 16 <= operand.rows) {
       const uint8_t* s = operand.scales + group * 16;
       for (int64_t b = block0; b < block1; ++b) {
@@ -100,7 +103,8 @@ struct TileSource {
   // The codes of a tile that sticks out, one a byte, zeros behind the end: rows 32 apart, or `used`
   // k 16 apart.
   template <bool k_last>
-  void pad_tail(int64_t group, int64_t block, uint8_t* padded, int64_t used = kBlock) const {
+  [[gnu::always_inline]] void pad_tail(int64_t group, int64_t block, uint8_t* padded,
+                                       int64_t used = kBlock) const {
     std::memset(padded, 0, static_cast<size_t>(16 * (k_last ? kBlock : used)));
     const int64_t left = operand.k - block * kBlock, ks = left < kBlock ? left : kBlock;
     const int64_t below = operand.rows - group * 16, rows = below < 16 ? below : 16;
