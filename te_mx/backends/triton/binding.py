@@ -101,10 +101,11 @@ def element_of(element: Element) -> dict[str, int]:
 
 def decoded(lhs: Format, rhs: Format, device: torch.device) -> str:
     """As which dtype a product multiplies values that the kernel makes, where a GPU has no such FP8
-    or Triton no block scales of E4M3; its interpreter cannot multiply bf16. "" for none."""
+    or Triton no block scales of E4M3; its interpreter cannot multiply bf16, nor small FP8 numbers
+    exactly. "" for none."""
     blocks = {lhs.block, rhs.block}
     if is_interpreted():
-        return "fp32" if 16 in blocks else ""
+        return "fp32" if blocks & {16, 128} else ""
     fnuz = "fnuz" in lhs.element.name + rhs.element.name
     if torch.version.hip is not None:
         arch = torch.cuda.get_device_properties(device).gcnArchName

@@ -211,9 +211,10 @@ def multiply_blockwise(
             right = tl.load(b_at, mask=(c < n)[None, :] & inside[:, None], other=0.0)
             left_scales = tl.load(as_at, mask=r < m, other=0.0)
         if DECODED != "":
-            sums = tl.dot(_decoded(left, A).to(tl.bfloat16), _decoded(right, B).to(tl.bfloat16))
-        else:
-            sums = tl.dot(left, right)
+            left, right = _decoded(left, A), _decoded(right, B)
+            if DECODED == "bf16":
+                left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
+        sums = tl.dot(left, right)
         if B_HEIGHT >= BN:
             total += sums * (left_scales * tl.load(b_scales + step * bs_k))[:, None]
         else:
