@@ -197,13 +197,14 @@ class GemmRows(GemmRowsReference):
             return super().run(p)
         bias = None if p.bias is None else p.bias.contiguous()
         of_bias, dtype = typed_address(bias)
+        of_one = 0 if bias is None else n * bias.element_size()  # bytes
         left, right, to = (one.data_ptr() for one in (lhs.codes, rhs.codes, out))
         groups: list[dict[str, Any]] = []
         for i, (start, end) in enumerate(zip(*bounds, strict=True)):
             groups.append({} if start == end else {
                 "m": end - start, "lhs": left + 2 * start * k, "rhs": right + 2 * i * n * k,
                 "out": to + start * n * out.element_size(),
-                "bias": of_bias and of_bias + i * n * bias.element_size(),  # type: ignore[union-attr]
+                "bias": of_bias and of_bias + i * of_one,
             })  # fmt: skip
         if not _Each(out, lhs, rhs, k=k, bias_dtype=dtype).run(groups):
             return super().run(p)

@@ -179,7 +179,7 @@ def launch(
         words[f"{side}_codes"] = x if one is None else one.codes
         words[f"{side}_scales"] = x if one is None else one.scales
     if both:
-        (_words if by_words else _units)(fmt, family, words, turned)
+        _words(family, words) if by_words else _units(fmt, family, words, turned)
         return row, col
     module = binding.kernels("nvfp4" if family == "nvfp4" else "quantize")
     kernel = getattr(module, f"quantize_{family}")
@@ -190,7 +190,7 @@ def launch(
     return row, col
 
 
-def _words(_fmt: Format, family: str, words: dict[str, Any], _turned: bool) -> None:
+def _words(family: str, words: dict[str, Any]) -> None:
     """Both directions, 4 bits, of whole tiles of bf16."""
     module, (height, width), x = binding.kernels("nibbles"), WORDS, words["x"]
     kernel, (rows, cols) = module.quantize_words, (words["rows"], words["cols"])
