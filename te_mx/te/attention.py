@@ -90,8 +90,11 @@ def attend(
     """q [b, heads, queries, d], k [b, groups, keys, d], v [b, groups, keys, e] -> [b, heads,
     queries, e]; a query that sees no key gets zeros. And `with_max` the largest score that is seen
     of each head [heads], in the dtype of the output; -inf where there is none."""
-    how, blind = _with_something_to_see(how)
-    largest = None
+    blind = largest = None
+    if how.seen is not None:
+        # The softmax of no scores is NaN in some kernels: rows without any key see all of them.
+        blind = ~how.seen.any(-1, keepdim=True)
+        how = how._replace(seen=how.seen | blind)
     if with_max or how.softcap or how.sink is not None or how.invariant:
         out, s = _written_out(q, k, v, how)
         if with_max:
@@ -101,15 +104,6 @@ def attend(
     else:
         out = _torchs(q, k, v, how)
     return (out if blind is None else out.masked_fill(blind, 0.0)), largest
-
-
-def _with_something_to_see(how: Scores) -> tuple[Scores, Tensor | None]:
-    """The softmax of no scores at all is NaN in some kernels: rows without any key see all of
-    them, and the second result says where their outputs are to be 0."""
-    if how.seen is None:
-        return how, None
-    blind = ~how.seen.any(-1, keepdim=True)
-    return how._replace(seen=how.seen | blind), blind
 
 
 def _torchs(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
