@@ -43,14 +43,13 @@ class SharedHeads:
         label = f"te_mx.{type(self).__name__}"
         return f"{label} {self.name!r}" if self.name else label
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self: Any, tp_group: Any) -> None:
         """Share the module, and all te_mx modules in it, with the ranks of this process group.
 
         Raises:
             TypeError: it is no process group, and not None.
             ValueError: it has another number of ranks than the module was built for.
         """
-        assert isinstance(self, nn.Module)
         label = f"te_mx.{type(self).__name__}"
         check_group(label, tp_group)
         if tp_group is not None and tp_group.size() != self.tp_size:
@@ -60,7 +59,7 @@ class SharedHeads:
             )
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
+                child.set_tensor_parallel_group(tp_group)
 
 
 class Scores(NamedTuple):
