@@ -16,7 +16,7 @@ from te_mx.dispatch.registry import pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.arguments import check_apart
-from te_mx.runtime.kernel_log import LAST_RUN, note_read
+from te_mx.runtime.kernel_log import LAST_RUN, note_read, note_written
 
 _DEFAULT_MODE = Mode()
 
@@ -103,12 +103,6 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if like.is_cpu and type(like) is Tensor and not torch.compiler.is_compiling():
         return cpu_memory.empty(tuple(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def note_written(out: Tensor) -> None:
-    """Tell autograd what native code wrote behind its back."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
 
 
 # ------------------------------------------------------------------------------ what stands still

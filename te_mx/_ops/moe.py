@@ -30,7 +30,7 @@ from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.tables import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.runtime.kernel_log import LAST_RUN, note_read
+from te_mx.runtime.kernel_log import LAST_RUN, note_read, note_written
 
 
 def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
@@ -96,8 +96,7 @@ def _run(p: RoutedGemm, tag: int) -> None:
     ran = kernel.run(call) if kernel.name != run.REFERENCE else None
     if ran is None:
         ran = run.fall_back(kernel, problem, call)
-    if not p.out.is_inference():  # native code writes behind autograd's back
-        torch.autograd.graph.increment_version(p.out)
+    note_written(p.out)
     if tag >= 0:
         LAST_RUN[tag] = ran
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_mx import _ops as ops
 from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES, Mode
-from te_mx._ops.gemm import empty, note_written
+from te_mx._ops.gemm import empty
 from te_mx._ops.library import is_direct
 from te_mx.api import blas, mixed_gemm
 from te_mx.api.tensor import MXTensor, _make, check_copies, name_of
@@ -32,6 +32,7 @@ from te_mx.formats.scaling import STOCHASTIC
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.runtime import streams
 from te_mx.runtime.arguments import check_dense, check_flag, is_one_of, parts_of, shown
+from te_mx.runtime.kernel_log import note_written
 
 
 class Call(NamedTuple):

@@ -343,28 +343,17 @@ def grouped_linear(
     """``y[r] = inp[r] @ weight[g].T + bias[g]`` for the rows r of every group g, in the formats of
     a recipe (MXFP8 by default), differentiable.
 
-    One of three says which rows belong to which of the G groups; rows of no group are 0 in the
-    result and get no gradient:
-
-    ============  ===============  ===============================================================
-    argument      inp              meaning
-    ============  ===============  ===============================================================
-    offs [G]      [R, K]           end offsets, group after group (as of torch's grouped_mm)
-    index [R]     [R, K]           the group of each row in any order, -1 for none (as DeepGEMM's
-                                   m_indices); rows are gathered and put back
-    masked_m [G]  [G, M_max, K]    the first masked_m[g] rows of inp[g] count
-    ============  ===============  ===============================================================
-
-    Nothing needs padding. Index tensors may lie on the device of inp, and are then not read by the
-    host: what is out of range is cut off instead of refused.
+    One of offs (as of torch's grouped_mm), index and masked_m says which rows belong to which of
+    the G groups, as for `te_mx.grouped_gemm`; rows of no group are 0 in the result and get no
+    gradient. Nothing needs padding.
 
     Args:
-        inp: fp32, bf16 or fp16.
+        inp: fp32, bf16 or fp16, [R, K], or [G, M_max, K] with masked_m.
         weight: [G, N, K], or G tensors [N, K]. For torch's layout [G, K, N] pass
             ``weight.transpose(-2, -1)``. Or weights that are quantized: an MXTensor [G, N, K], or G
             of them [N, K] that are stacked in every call, as for `te_mx.grouped_gemm`; nothing is
             differentiable then.
-        offs, index, masked_m: int32 or int64; exactly one.
+        offs, index, masked_m: int32 or int64 [G], [R], [G]; exactly one.
         bias: [G, N], or G tensors [N].
         recipe: None means the active recipe, or the default one outside of te_mx.autocast.
         alignment: group g of `offs` starts at the next multiple of it behind the end of group

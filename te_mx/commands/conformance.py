@@ -76,17 +76,14 @@ def _print_peers(device: torch.device) -> None:
     for row, found in rows.items():
         first = next((why for why in found.values() if why is not None), "")
         said = first if isinstance(first, str) else first.first
-        each = (found.get(given, said) for given in INPUTS)
-        cells.append((*row, *("=" if why is None else _cell(why) for why in each), said))
+        each = (found.get(given, "-") for given in INPUTS)
+        words = ("=" if why is None else "-" if isinstance(why, str) else str(why) for why in each)
+        cells.append((*row, *words, said))
     print(
         "percent of block scales / of codes that differ from the bytes of a rule, t: the scale of "
         "the tensor does;\n= the same, - no answer"
     )
     print(table(("library", "format", "rule", "dtype", *INPUTS, "first difference"), cells))
-
-
-def _cell(why: Difference | str) -> str:
-    return "-" if isinstance(why, str) else str(why)
 
 
 def _shown(things: Iterable[_T], what: str) -> Iterator[_T]:

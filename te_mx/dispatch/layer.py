@@ -2,7 +2,7 @@
 quantizer, a product, and perhaps an activation and a second product."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Saved(NamedTuple):
 Buffers = tuple[Tensor, Tensor | None]
 
 
-class LayerPlan:
+class LayerPlan(Protocol):
     """Forward and backward of layers of one size, each one call."""
 
     problem: LayerProblem
@@ -104,7 +104,6 @@ class LayerPlan:
         """(y [..., n], z [..., k] if it is returned, what backward needs) of x [..., k], weight and
         bias of the normalization, and of both products the weight [n, k] and None, or codes and
         scales of its rowwise operand, and the bias."""
-        raise NotImplementedError
 
     def backward(
         self, g: Tensor, x: Tensor | None, shape: torch.Size, norm_weight: Tensor | None,
@@ -115,26 +114,18 @@ class LayerPlan:
         None, or codes and scales of its columns; None for what lies in the buffers. into: as of
         LinearPlan.backward, of both products. apart: dx is the gradient of z, and the normalization
         is left out. None for what native code does not take: nothing ran."""
-        raise NotImplementedError
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         """What lies in the buffers."""
-        raise NotImplementedError
 
     def given_columns(self, i: int, part: Part) -> Operand:
         """The columns of a weight that was given."""
-        raise NotImplementedError
 
     def as_saved(self, kept: Sequence[Tensor | None]) -> list[Any]:
         """Buffers and weights as they were saved, whatever hooks made of them."""
-        raise NotImplementedError
 
 
 class LayerKernel(Kernel):
-    """A layer as a plan that is made once."""
+    """A layer as a LayerPlan of one size; None where a step of it runs otherwise."""
 
     op = "layer"
-
-    def make_plan(self, problem: LayerProblem) -> Any:
-        """The plan of layers of one size; None where a step of theirs runs otherwise."""
-        raise NotImplementedError

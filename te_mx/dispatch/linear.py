@@ -128,9 +128,6 @@ class LinearKernel(Kernel):
         made.kernel, made.problem = self, problem
         return made
 
-    def make_plan(self, problem: LinearProblem) -> Any:
-        raise NotImplementedError
-
 
 class InferKernel(Kernel):
     """Quantizes x and w and multiplies; nothing is kept. A plan takes (x [..., k], w [n, k], bias,

@@ -110,9 +110,6 @@ class ExpertsKernel(Kernel):
 
     op = "experts"
 
-    def run(self, what: Experts) -> Tensor:
-        raise NotImplementedError
-
 
 def rows_of_expert(problem: Problem) -> int:
     """Rows an expert in the mean, as far as the size class of a problem says."""

@@ -253,7 +253,8 @@ class ShardCodes:
             self._model.quantize()
             found, self._ahead = self._ahead, None
         if found is None or not found.is_of(shard, dtype):
-            return self._made(shard, dtype)
+            with torch.no_grad():
+                return self._sent(shard.to(dtype))
         if not going_back and self._place.gathers_again():
             self._ahead = found._replace(forward=False)
         return found.sent
@@ -287,10 +288,6 @@ class ShardCodes:
         counted = not shard.is_inference()  # whose writes have versions
         return self._place.trains() and counted and not streams.capturing(shard.device)
 
-    def _made(self, shard: Tensor, dtype: torch.dtype) -> Sent:
-        with torch.no_grad():
-            return self._sent(shard.to(dtype))
-
     def _sent(self, values: Tensor) -> Sent:
         spec, rule = self._plain_spec, self._settings.scale_rule
         made: Stack | Operand
@@ -317,11 +314,8 @@ def restored(sent: Sent, forms: Sizes) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _five(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> None:
-    """The arguments that FSDP2 gives."""
-
-
-SIGNATURE = inspect.signature(_five)  # FSDP2 asks for it at every gather, which takes 25 us
+# Of what FSDP2 calls, which asks for it at every gather: that takes 25 us.
+SIGNATURE = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
 
 # -------------------------------------------------------------------------- modules on such weights
@@ -501,10 +495,8 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
         return made, ()  # it has no memory but that of what FSDP2 gathered, which it frees
 
     fsdp_pre_all_gather.__signature__ = SIGNATURE  # type: ignore[attr-defined]
-    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = (
-        fsdp_pre_all_gather,
-        fsdp_post_all_gather,
-    )
+    shard.fsdp_pre_all_gather = fsdp_pre_all_gather
+    shard.fsdp_post_all_gather = fsdp_post_all_gather
 
 
 # ----------------------------------------------------------------------- parameters of fully_shard
@@ -643,7 +635,9 @@ class Sharded:
         mesh = info.mesh
         if self._before is not None:
             dw = self._before.reduced(dw).to_local()
-        dw = dw / _divisor(self._param)
+        # As FSDP2, whichever collective divides: what set_gradient_divide_factor was given.
+        given = getattr(_group_of(self._param), "gradient_divide_factor", None)
+        dw = dw / (mesh.size() if given is None else given)
         made = DTensor.from_local(dw, mesh, [Partial()] * mesh.ndim, run_check=False)
         wanted: list[Any] = [Replicate()] * mesh.ndim
         if getattr(info, "shard_mesh_dim", None) is not None:  # else replicate's: each has all
@@ -658,14 +652,6 @@ def _group_of(param: Any) -> Any:
     """The parameters that are reduced together with one, as FSDP2 knows them."""
     known = _groups.get(param)
     return None if known is None else known()
-
-
-def _divisor(param: Any) -> float:
-    """What FSDP2 divides the sum over the ranks by: what set_gradient_divide_factor was given, else
-    their number, whichever collective divides."""
-    given = getattr(_group_of(param), "gradient_divide_factor", None)
-    size: int = param.mesh_info.mesh.size()
-    return size if given is None else given
 
 
 def owners(module: Any, weights: Any) -> list[Any]:

@@ -91,7 +91,6 @@ class LayerInPlace(Reclassed, MXModule):
     """Mixin before the class of such a layer."""
 
     def _label(self) -> str:
-        assert isinstance(self, nn.Module)
         kind = f"te_mx.{type(self).__name__}"
         return f"{kind} {self.name!r}" if self.name else kind
 

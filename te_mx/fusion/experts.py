@@ -95,14 +95,12 @@ class ExpertsModule(OfGroups, LayerInPlace):
             )
         return settings.each
 
-    def _refuse_spread(self) -> None:
+    def _refuse_spread(self: Any) -> None:
         """
         Raises:
             NotImplementedError: a weight is a DTensor, and nobody says which experts are whose.
         """
-        assert isinstance(self, nn.Module)
-        held: dict[str, Any] = dict(self._parameters)
-        for name, parameter in held.items():
+        for name, parameter in self._parameters.items():
             if type(parameter).__name__ == "DTensor":
                 raise NotImplementedError(
                     f"{self._label()}: {name} is a DTensor {tuple(parameter.shape)}, "

@@ -153,6 +153,7 @@ def why_not_these(x: Any, layers: list[Linear]) -> str:
     if x.is_nested or not x.dim() or x.shape[-1] != first[0].in_features:
         return "its input has another shape"
     weight, bias = first[0]._weight_and_bias()
+    dtypes = weight.dtype, getattr(bias, "dtype", None)
     for layer in layers:
         w, b = layer._weight_and_bias()
         shape = (layer.out_features, layer.in_features)
@@ -164,7 +165,7 @@ def why_not_these(x: Any, layers: list[Linear]) -> str:
                 or value.dtype not in FLOATS
             ):
                 return "a parameter of it is not as it was"
-        if w is None or (layer is not last and (w.dtype != weight.dtype or _unlike(b, bias))):
+        if w is None or (layer is not last and (w.dtype, getattr(b, "dtype", None)) != dtypes):
             return "its first layers are not alike"
     return ""
 
@@ -182,9 +183,3 @@ def _why_not_gathered(layers: list[Linear]) -> str:
     if any(len(w) % formats.get(w.fmt).scaling.block[0] for w in weights):
         return "weights gathered as codes that are not cut between blocks"
     return ""
-
-
-def _unlike(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is not other
-    return one.dtype != other.dtype

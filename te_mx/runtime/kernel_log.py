@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
@@ -70,6 +71,12 @@ def was_read(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     known = _read.get(storage.data_ptr())
     return known is not None and known == StorageWeakRef(storage)
+
+
+def note_written(out: Tensor) -> None:
+    """Tell autograd what native code wrote behind its back."""
+    if not out.is_inference():
+        increment_version(out)
 
 
 class FallbackWarning(RuntimeWarning):

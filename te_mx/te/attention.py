@@ -43,14 +43,13 @@ class SharedHeads:
         label = f"te_mx.{type(self).__name__}"
         return f"{label} {self.name!r}" if self.name else label
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self: Any, tp_group: Any) -> None:
         """Share the module, and all te_mx modules in it, with the ranks of this process group.
 
         Raises:
             TypeError: it is no process group, and not None.
             ValueError: it has another number of ranks than the module was built for.
         """
-        assert isinstance(self, nn.Module)
         label = f"te_mx.{type(self).__name__}"
         check_group(label, tp_group)
         if tp_group is not None and tp_group.size() != self.tp_size:
@@ -60,7 +59,7 @@ class SharedHeads:
             )
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
+                child.set_tensor_parallel_group(tp_group)
 
 
 class Scores(NamedTuple):
@@ -90,8 +89,11 @@ def attend(
     """q [b, heads, queries, d], k [b, groups, keys, d], v [b, groups, keys, e] -> [b, heads,
     queries, e]; a query that sees no key gets zeros. And `with_max` the largest score that is seen
     of each head [heads], in the dtype of the output; -inf where there is none."""
-    how, blind = _with_something_to_see(how)
-    largest = None
+    blind = largest = None
+    if how.seen is not None:
+        # The softmax of no scores is NaN in some kernels: rows without any key see all of them.
+        blind = ~how.seen.any(-1, keepdim=True)
+        how = how._replace(seen=how.seen | blind)
     if with_max or how.softcap or how.sink is not None or how.invariant:
         out, s = _written_out(q, k, v, how)
         if with_max:
@@ -101,15 +103,6 @@ def attend(
     else:
         out = _torchs(q, k, v, how)
     return (out if blind is None else out.masked_fill(blind, 0.0)), largest
-
-
-def _with_something_to_see(how: Scores) -> tuple[Scores, Tensor | None]:
-    """The softmax of no scores at all is NaN in some kernels: rows without any key see all of
-    them, and the second result says where their outputs are to be 0."""
-    if how.seen is None:
-        return how, None
-    blind = ~how.seen.any(-1, keepdim=True)
-    return how._replace(seen=how.seen | blind), blind
 
 
 def _torchs(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:

@@ -76,10 +76,9 @@ class Freezable(Sourced):
         """As `_held_by`, of a weight that is split (parameters_split) its parts."""
         return self._held_by(key) if self._split is None else part_names(self._split, key)
 
-    def _made_of(self, key: str) -> dict[str, Tensor]:
+    def _made_of(self: Any, key: str) -> dict[str, Tensor]:
         """All that the weight is computed from, by name."""
-        assert isinstance(self, nn.Module)
-        computed: Any = self._modules.get("parametrizations") or {}
+        computed = self._modules.get("parametrizations") or {}
         tensors: dict[str, Tensor] = {}
         for name in self._parts_of(key):
             if name in computed:
@@ -185,11 +184,10 @@ class Freezable(Sourced):
         self._source = frozen.frozen_to(settings, frozen.fixed if fixed is None else fixed, True)
 
     @torch.no_grad()
-    def unfreeze(self, living: Mapping[int, nn.Parameter] = MappingProxyType({})) -> None:
+    def unfreeze(self: Any, living: Mapping[int, nn.Parameter] = MappingProxyType({})) -> None:
         """What te_mx.unfreeze_weights does, with parameters made of codes where there are only
         these: where nobody gave the module one meanwhile, as tying does, and none of the `living`
         ones, by number, is what was dropped."""
-        assert isinstance(self, nn.Module)
         frozen = self._source
         if not isinstance(frozen, Frozen):
             return
@@ -236,10 +234,9 @@ class Freezable(Sourced):
             above.distributed.attach(self)
         self._source.renewed(self)
 
-    def _drop_masters(self, frozen: Frozen, made: Mapping[str, Operand | Stack]) -> None:
+    def _drop_masters(self: Any, frozen: Frozen, made: Mapping[str, Operand | Stack]) -> None:
         """Replace the weights of a module by codes, in the weight format of the settings of
         `frozen`; those of groups have one dimension more."""
-        assert isinstance(self, nn.Module)
         frozen.kept.clear()
         frozen.sources.clear()
         for key, held in made.items():
@@ -249,9 +246,8 @@ class Freezable(Sourced):
         self._source = frozen.frozen_to(frozen.settings, frozen.fixed, True)
         register(self)
 
-    def _hold(self, key: str, held: Operand | Stack) -> None:
+    def _hold(self: Any, key: str, held: Operand | Stack) -> None:
         """Make this the one copy of a weight without a master."""
-        assert isinstance(self, nn.Module)
         for part, tensor in as_buffers(held).items():
             if tensor is None:  # no buffer that is None: torch.export counts them
                 self._buffers.pop(f"{key}_{part}", None)
@@ -275,9 +271,8 @@ class Freezable(Sourced):
         held = [parameters.get(name) for name in self._parts_of(key)]
         return None if any(one is None for one in held) else held  # type: ignore[return-value]
 
-    def _is_held(self, key: str) -> bool:
+    def _is_held(self: Any, key: str) -> bool:
         """Whether parameters hold the weight, so that it has a place of its own."""
-        assert isinstance(self, nn.Module)
         return all(self._parameters.get(name) is not None for name in self._held_by(key))
 
     # ------------------------------------------------------------------------- without the masters

@@ -63,10 +63,9 @@ class GatedHalves:
 
     _halves = False
 
-    def _all_parameters(self) -> list[Any]:
+    def _all_parameters(self: Any) -> list[Any]:
         """Weight and bias of both layers, whole."""
-        module: Any = self
-        held = [*module._held(*module._linear_names)]
+        held = [*self._held(*self._linear_names)]
         if self._halves:
             held[:2] = [joined(self, key) for key in KEYS]
         return held

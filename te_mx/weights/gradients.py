@@ -162,12 +162,11 @@ class DelayedWgrad:
         self.delay_wgrad_compute = True
         self._mark_delayed()
 
-    def _mark_delayed(self) -> None:
+    def _mark_delayed(self: Any) -> None:
         """Data-parallel wrappers written for Transformer Engine wait for backward_dw of parameters
         that say so."""
-        assert isinstance(self, nn.Module)
         for parameter in self.parameters(recurse=False) if self.delay_wgrad_compute else ():
-            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+            parameter.skip_backward_post_hook = True
 
     def _wgrad_queue(self) -> Queue | None:
         """Where a forward tells its backward to leave the GEMM."""

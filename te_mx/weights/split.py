@@ -109,29 +109,27 @@ class SplitWeight:
     _split: dict[str, int] | None = None  # rows of each part, by name
 
     def _split_into(
-        self, parameters_split: Iterable[str] | Mapping[str, int], out_features: int, ranks: int
-    ) -> None:
+        self: Any, parameters_split: Iterable[str] | Mapping[str, int], out_features: int,
+        ranks: int,
+    ) -> None:  # fmt: skip
         """Turn the weight and the bias into parts, as `split_sizes` says."""
-        module: Any = self
-        sizes = split_sizes(module._label(), module, parameters_split, out_features, ranks)
+        sizes = split_sizes(self._label(), self, parameters_split, out_features, ranks)
         for kind in ("weight", "bias"):
-            whole = module._parameters[kind]
-            module.register_parameter(kind, None)
+            whole = self._parameters[kind]
+            self.register_parameter(kind, None)
             own = () if whole is None else whole.detach().split(list(sizes.values()))
             for name, part in zip(sizes, own, strict=False):
                 # Each has memory of its own: checkpoint formats write or refuse shared memory.
-                module.register_parameter(f"{name}_{kind}", nn.Parameter(part.clone()))
+                self.register_parameter(f"{name}_{kind}", nn.Parameter(part.clone()))
         self._split = sizes
 
-    def whole_weight(self) -> Any:
+    def whole_weight(self: Any) -> Any:
         """The weight [out_features, in_features], also where it is split or parametrized."""
-        module: Any = self
-        return module.weight if self._split is None else joined(module, self._split, "weight")
+        return self.weight if self._split is None else joined(self, self._split, "weight")
 
-    def whole_bias(self) -> Tensor | None:
+    def whole_bias(self: Any) -> Tensor | None:
         """The bias [out_features], also where it is split."""
-        module: Any = self
-        return module.bias if self._split is None else joined(module, self._split, "bias")
+        return self.bias if self._split is None else joined(self, self._split, "bias")
 
     def _weight_and_bias(self) -> tuple[Any, Any]:
         """The whole of both, without nn.Module's slow look-up where they are plain."""
@@ -140,28 +138,26 @@ class SplitWeight:
             return parameters["weight"], parameters["bias"]
         return self.whole_weight(), self.whole_bias()
 
-    def _parts(self, kind: str) -> list[Tensor]:
+    def _parts(self: Any, kind: str) -> list[Tensor]:
         """The parameters of the weight or the bias, none for a layer without a bias."""
-        module: Any = self
         if self._split is not None:
-            return parts(module, self._split, kind)
-        whole = getattr(module, kind)
+            return parts(self, self._split, kind)
+        whole = getattr(self, kind)
         return [] if whole is None else [whole]
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()
 
-    def _reset_parts(self) -> bool:
+    def _reset_parts(self: Any) -> bool:
         """nn.Linear's default initialization of each part, then `init_method` on each weight; False
         where the weight is not split."""
-        module: Any = self
         if self._split is None:
             return False
-        bound = 1 / math.sqrt(module.in_features) if module.in_features else 0.0
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for weight in self._parts("weight"):
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            if module.init_method is not None:
-                module.init_method(weight)
+            if self.init_method is not None:
+                self.init_method(weight)
         for bias in self._parts("bias"):
             nn.init.uniform_(bias, -bound, bound)
         return True

@@ -177,7 +177,8 @@ def load_module(
     if failed:
         undo()
         return
-    take_codes(module, codes)
+    if codes.made:
+        module._take_codes(codes.made, codes.settings, codes.fixed)
     if prefix + "_extra_state" in unexpected_keys:  # Transformer Engine saves it
         unexpected_keys.remove(prefix + "_extra_state")
     module._forget_copies()
@@ -465,14 +466,6 @@ def _widened(scales: Any, end: str, shape: tuple[int, ...]) -> Any:
     return scales
 
 
-def take_codes(module: Any, codes: Codes) -> None:
-    """Make codes that were read the weights of the module."""
-    if not codes.made:
-        return
-    assert codes.settings is not None
-    module._take_codes(codes.made, codes.settings, codes.fixed)
-
-
 def _refuse_plain(
     module: Any, weights: dict[str, str], state_dict: Any, missing_keys: list[str],
     error_msgs: list[str],
@@ -565,9 +558,11 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
     expected = [(*groups, *fmt.codes_shape(*sizes)), (*groups, *fmt.scales_shape(*sizes))]
     got = [tuple(codes.shape), tuple(scales.shape)]
     if got != expected:
+        height, width = fmt.scaling.block
+        block = f"{width} columns" if height == 1 else f"block of {height} x {width}"
         return (
-            f"shapes must be {expected[0]} and {expected[1]} (one scale per {_block_of(fmt)}), "
-            f"got {got[0]} and {got[1]}"
+            f"shapes must be {expected[0]} and {expected[1]} (one scale per {block}), got "
+            f"{got[0]} and {got[1]}"
         )
     return ""
 
@@ -598,12 +593,6 @@ def _could_be(name: str, codes: Any, scales: Any, end: str) -> bool:
     if end in _NAMED.values() and end != _end_of(name):
         return False
     return _dtype_of(name) == getattr(codes, "dtype", None) and of_fp32 == is_fp32
-
-
-def _block_of(fmt: formats.Format) -> str:
-    """A block of a format in words."""
-    height, width = fmt.scaling.block
-    return f"{width} columns" if height == 1 else f"block of {height} x {width}"
 
 
 def _settings_for(

@@ -42,6 +42,9 @@ class _Ends:
 class _Fused(Kernel):
     name = "cpu"
 
+    def __init__(self, op: str, planner: type | None = None) -> None:
+        self.op, self.planner = op, planner
+
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
         return reason or why_not_empty(problem) or why_not_dtype(problem)
@@ -78,13 +81,7 @@ class Norms(_Ends):
         return NormParts(mean, rstd, z if keep else None, made)
 
 
-class CpuNorm(_Fused):
-    op, planner = "norm_quantize", Norms
-
-
 class CpuNormBackward(_Fused):
-    op = "norm_backward"
-
     def run(
         self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
         dtype: torch.dtype,
@@ -144,9 +141,6 @@ class Activations(_Ends):
         return ActParts(out, made) if binding.supported(self.native.activate(args)) else None
 
 
-class CpuAct(_Fused):
-    op, planner = "act_quantize", Activations
-
-
-for _kernel in (CpuNorm, CpuNormBackward, CpuAct):
-    register(_kernel())
+register(_Fused("norm_quantize", Norms))
+register(CpuNormBackward("norm_backward"))
+register(_Fused("act_quantize", Activations))

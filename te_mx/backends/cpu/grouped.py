@@ -34,6 +34,7 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 from te_mx.runtime import cpu_memory, workspace
 from te_mx.runtime.cpu_memory import CPU
+from te_mx.runtime.kernel_log import note_written
 
 
 def _strided(x: Tensor) -> tuple[Tensor, dict[str, int]]:
@@ -246,8 +247,8 @@ class CpuGemmK(Kernel):
         bounds = host_bounds(*p.groups, p.lhs.k)
         call = GroupedGemmCall(few_and_many(), p.lhs, p.rhs, bounds, p.out, None, p.accumulate)
         ran = run_call(call)
-        if ran is not None and not p.out.is_inference():
-            torch.autograd.graph.increment_version(p.out)
+        if ran is not None:
+            note_written(p.out)
         return ran
 
 

@@ -181,13 +181,7 @@ class NormComposed(Reference):
 
 
 class NormBackwardComposed(Reference):
-    op = "norm_backward"
-
-    def run(
-        self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return normalize_backward(dz, x, weight, mean, rstd, dtype)
+    op, run = "norm_backward", staticmethod(normalize_backward)
 
 
 class ActComposed(Reference):

@@ -137,6 +137,13 @@ def empty_stack(spec: str, groups: int, rows: int, k: int, device: torch.device)
     return Stack(codes[..., :width], made, spec, groups, rows, k)
 
 
+def empty_like(weight: Operand | Stack, spec: str) -> Any:
+    """A weight, or those of groups, to write by another spec."""
+    groups = [weight.groups] if isinstance(weight, Stack) else []
+    make: Any = empty_stack if groups else empty_operand
+    return make(spec, *groups, weight.rows, weight.k, weight.codes.device)
+
+
 def set_outputs(
     args: Any, row: str, col: str, shape: tuple[int, int], device: torch.device, col_sum: bool,
     sum_dtype: torch.dtype = torch.float32, groups: int | None = None,

@@ -59,6 +59,9 @@ class _Ends:
 class _Fused(Kernel):
     name = "sm90"
 
+    def __init__(self, op: str, planner: type) -> None:
+        self.op, self.planner = op, planner
+
     def accepts(self, problem: Problem) -> str | None:
         return why_not(problem._replace(lhs="", rhs="", rule="rceil")) or why_not_dtype(problem)
 
@@ -107,10 +110,6 @@ class Norms(_Ends):
         return NormParts(mean, rstd, z if keep else None, made)
 
 
-class HopperNorm(_Fused):
-    op, planner = "norm_quantize", Norms
-
-
 class NormGradients:
     """Gradients of normalizations of matrices of one size."""
 
@@ -151,10 +150,6 @@ class NormGradients:
         )  # fmt: skip
         done = binding.supported(self.native.normalize_backward(args))
         return (dx, sums[0], sums[1]) if done else None
-
-
-class HopperNormBackward(_Fused):
-    op, planner = "norm_backward", NormGradients
 
 
 class Activations(_Ends):
@@ -199,10 +194,6 @@ class Activations(_Ends):
         return ActParts(out if keep else None, made)
 
 
-class HopperAct(_Fused):
-    op, planner = "act_quantize", Activations
-
-
 class HopperNormRows(Kernel):
     """Any float dtypes."""
 
@@ -230,5 +221,7 @@ class HopperNormRows(Kernel):
         return z if binding.supported(native.normalize_rows(args)) else None
 
 
-for _kernel in (HopperNorm, HopperNormBackward, HopperAct, HopperNormRows):
-    register(_kernel())
+register(_Fused("norm_quantize", Norms))
+register(_Fused("norm_backward", NormGradients))
+register(_Fused("act_quantize", Activations))
+register(HopperNormRows())

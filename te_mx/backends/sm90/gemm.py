@@ -390,13 +390,9 @@ def lies_in_tiles(spec: str, k: int) -> bool:
 def frozen_tiles(row: Weight) -> Weight:
     """A plain weight, or those of groups, in the tiles of layouts/frozen.py, without what lies
     aside."""
-    native, device = binding.native(), row.codes.device
-    spec, index = f"{frozen.FORMAT}@{SM90_FROZEN.name}", device.index
+    native, index = binding.native(), row.codes.device.index
     with torch.inference_mode(False):  # it may outlive the mode
-        if isinstance(row, Stack):
-            made: Any = binding.empty_stack(spec, row.groups, row.rows, row.k, device)
-        else:
-            made = binding.empty_operand(spec, row.rows, row.k, device)
+        made = binding.empty_like(row, f"{frozen.FORMAT}@{SM90_FROZEN.name}")
     parts = row.codes.contiguous(), row.scales.contiguous(), made.codes, made.scales
     for each in zip(*parts, strict=True) if isinstance(row, Stack) else [parts]:
         places = [part.data_ptr() for part in each]

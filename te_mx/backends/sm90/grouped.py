@@ -74,6 +74,7 @@ from te_mx.dispatch.problem import INVARIANT, MOST, Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack, stacked
+from te_mx.runtime.kernel_log import note_written
 
 _MOST_PLACES = 256  # te_mx/sm90.h
 
@@ -166,19 +167,10 @@ def quantize_weights(what: QuantizeWeights) -> StackedParts:
     if turned and packed and not any(map(is_aligned, packed)):
         # They lie [G, cols, rows]. Packed rows of a matrix are the packed columns of the turned
         # one, so what is asked for is made as it lies, without a copy.
-        made_col, made_row = _quantize_weights(
+        made_col, made_row = quantize_weights(
             QuantizeWeights(weights.transpose(1, 2), col_spec, row_spec, rule)  # type: ignore[union-attr]
         )
         return made_row, made_col
-    return _quantize_weights(what)
-
-
-def is_plain(spec: str) -> bool:
-    return spec_of(spec).layout.name in binding.PLAIN_LAYOUTS
-
-
-def _quantize_weights(what: QuantizeWeights) -> StackedParts:
-    weights, row_spec, col_spec, rule = what
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
     addresses, stride, dtype, _alive = sources(weights)
     args = binding.native().QuantizeArgs(
@@ -196,6 +188,10 @@ def _quantize_weights(what: QuantizeWeights) -> StackedParts:
     status = binding.native().quantize_stacked(args, addresses)
     binding.expect(status, f"{groups} weights of {(rows, cols)}")
     return row, col
+
+
+def is_plain(spec: str) -> bool:
+    return spec_of(spec).layout.name in binding.PLAIN_LAYOUTS
 
 
 def pack_weights(weights: Stack, offs: Tensor, capacity: int, rows: int, spread: int) -> Stack:
@@ -328,8 +324,7 @@ class HopperQuantizeWeights(Kernel):
         reason = reason or one_read_of_weights(problem.lhs, problem.rhs)
         return reason or why_not_weights(problem)
 
-    def run(self, what: QuantizeWeights) -> StackedParts:
-        return quantize_weights(what)
+    run = staticmethod(quantize_weights)
 
 
 class HopperColumnsOfWeights(Kernel):
@@ -421,8 +416,7 @@ class HopperGemmK(Kernel):
 
     def run(self, p: GroupedK) -> str:
         gemm_k(p, p.out)
-        if not p.out.is_inference():
-            torch.autograd.graph.increment_version(p.out)
+        note_written(p.out)
         return self.name
 
     def run_into(self, p: GroupedK, outs: Sequence[Tensor]) -> str | None:
@@ -432,8 +426,7 @@ class HopperGemmK(Kernel):
             return None
         gemm_k(p, *places)
         for out in outs:
-            if not out.is_inference():
-                torch.autograd.graph.increment_version(out)
+            note_written(out)
         return self.name
 
 
@@ -446,8 +439,7 @@ class HopperMoveEnds(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         return why_not(problem, "sm90_rows")
 
-    def run(self, offs: Tensor, device: torch.device) -> Tensor:
-        return offs_on_device(offs, device)
+    run = staticmethod(offs_on_device)
 
 
 for _kernel in (

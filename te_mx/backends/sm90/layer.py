@@ -29,6 +29,7 @@ from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
+from te_mx.runtime.kernel_log import note_written
 
 _F32, _U8 = torch.float32, torch.uint8
 _NO_WEIGHT = None, None
@@ -471,8 +472,8 @@ class Plan(LayerPlan):
                 for one, at in zip((dw1, dw2), views, strict=True)
             )
             for place in into:
-                if place is not None and place.out is not None and not place.out.is_inference():
-                    torch.autograd.graph.increment_version(place.out)
+                if place is not None and place.out is not None:
+                    note_written(place.out)
         if self.casts and db1 is not None:
             db1 = db1.to(p.first.bias)
         if self.builder.sums_apart and self.products[-1].need_db:

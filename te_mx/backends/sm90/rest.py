@@ -36,13 +36,8 @@ class Frozen(ReferenceRest):
         return why_not(problem)
 
     def rest(self, row: Operand | Stack) -> Operand | Stack:
-        spec, device = f"{frozen.FORMAT}@{SM90_FROZEN.name}", row.codes.device
         codes, scales = row.codes.contiguous(), row.scales.contiguous()
-        made: Any
-        if isinstance(row, Stack):
-            made = binding.empty_stack(spec, row.groups, row.rows, row.k, device)
-        else:
-            made = binding.empty_operand(spec, row.rows, row.k, device)
+        made = binding.empty_like(row, f"{frozen.FORMAT}@{SM90_FROZEN.name}")
         room = codes.numel() // ROOM + frozen.MOST_ASIDE
         while True:
             lists = [self._pack(*one, room) for one in _each((codes, scales), made)]

@@ -27,6 +27,9 @@ _SUMS, _SHARES = (16, 256), 16  # rows and columns that are added at once, in so
 class _Fused(Kernel):
     name, rank = NAME, RANK
 
+    def __init__(self, op: str, planner: type | None = None) -> None:
+        self.op, self.planner = op, planner
+
     def accepts(self, problem: Problem) -> str | None:
         values = problem._replace(lhs="", rhs="", rule="rceil")
         return binding.why_not(values) or why_not_dtype(problem)
@@ -82,13 +85,7 @@ class Norms(_Ends):
         return NormParts(mean, rstd, *self.ended((rows, cols), s.dtype, s.keep, s.target, step))
 
 
-class TritonNorm(_Fused):
-    op, planner = "norm_quantize", Norms
-
-
 class TritonNormBackward(_Fused):
-    op = "norm_backward"
-
     def run(
         self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
         dtype: torch.dtype,
@@ -130,9 +127,6 @@ class Activations(_Ends):
         return ActParts(*self.ended(shape, s.dtype, s.keep, s.target, step))
 
 
-class TritonAct(_Fused):
-    op, planner = "act_quantize", Activations
-
-
-for _kernel in (TritonNorm, TritonNormBackward, TritonAct):
-    register(_kernel())
+register(_Fused("norm_quantize", Norms))
+register(TritonNormBackward("norm_backward"))
+register(_Fused("act_quantize", Activations))

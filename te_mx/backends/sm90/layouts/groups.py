@@ -31,7 +31,7 @@ from te_mx.backends.sm90.layouts.tiles import (
     takes_wide,
 )
 from te_mx.formats import Format
-from te_mx.layouts.base import HasParts, Layout, Parts, Shape
+from te_mx.layouts.base import HasParts, Layout, Shape
 
 Shapes = tuple[tuple[int, int], tuple[int, int, int]]
 
@@ -74,43 +74,33 @@ def put_k(into: HasParts, part: HasParts, start: int, end: int, group: int) -> N
     into.scales[first : first + tiles] = part.scales
 
 
-def rows_of(operand: HasParts, start: int, end: int, group: int) -> PackedOperand:
+def rows_of(tokens: HasParts, start: int, end: int, group: int) -> PackedOperand:
     """A group's operand in layout "sm90", from one in "sm90_rows"."""
     first, tiles = first_tile(start, group), -(-(end - start) // TILE)
-    words = operand.scales[:, first : first + tiles]
+    words = tokens.scales[:, first : first + tiles]
     words = torch.nn.functional.pad(words, (0, 0, 0, tiles % 2))
-    return PackedOperand(operand.codes[start:end], words)
+    return PackedOperand(tokens.codes[start:end], words)
 
 
-def k_of(operand: HasParts, start: int, end: int, group: int) -> PackedOperand:
+def k_of(tokens: HasParts, start: int, end: int, group: int) -> PackedOperand:
     """A group's operand in layout "sm90", from one in "sm90_k"."""
     first, tiles = first_tile(start, group), -(-(end - start) // TILE)
-    codes = operand.codes[:, first * TILE : first * TILE + end - start]
-    return PackedOperand(codes, operand.scales[first : first + tiles])
+    codes = tokens.codes[:, first * TILE : first * TILE + end - start]
+    return PackedOperand(codes, tokens.scales[first : first + tiles])
 
 
 class RowGroups(Layout):
     """Tokens whose rows are grouped: where a group lies."""
 
     tokens = "rows"
-
-    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
-        put_rows(into, part, start, end, group)
-
-    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
-        return rows_of(tokens, start, end, group)
+    put_group, group_of = staticmethod(put_rows), staticmethod(rows_of)
 
 
 class KGroups(Layout):
     """Tokens whose k are grouped: where a group lies."""
 
     tokens = "k"
-
-    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
-        put_k(into, part, start, end, group)
-
-    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
-        return k_of(tokens, start, end, group)
+    put_group, group_of = staticmethod(put_k), staticmethod(k_of)
 
 
 class _Grouped(Layout):
