@@ -8,6 +8,8 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import te_mx
 from te_mx.commands import doctor
@@ -53,6 +55,51 @@ def test_groups_are_a_loop_of_layers():
             own.load_state_dict({name: getattr(layer, f"{name}{i}") for name in names})
             assert torch.equal(made, own(part))
     assert te_mx.audit(layer).layers[0].fprop == "triton"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "float8_block", "nvfp4"])
+def test_every_way_to_say_groups(recipe, monkeypatch):
+    for op in ("gemm", "quantize", *(["gemm_rows"] if DEVICE.type == "cuda" else [])):
+        monkeypatch.setattr(reference(op), "run", None, raising=False)  # nothing falls back
+    counts, most, k, n = [5, 0, 16, 7], 16, 96, 40
+    sizes = torch.tensor(counts, device=DEVICE)
+    rows = torch.randn(len(counts), most, k, device=DEVICE)
+    weights = torch.randn(len(counts), n, k, device=DEVICE)
+
+    def packed(padded):
+        return torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
+
+    made = {}
+    owners = torch.repeat_interleave(sizes)
+    for how, given in (("offs", sizes.cumsum(0)), ("index", owners), ("masked_m", sizes)):
+        inp = rows if how == "masked_m" else packed(rows)
+        y = te_mx.grouped_linear(inp, weights, recipe=RECIPES[recipe], **{how: given})
+        made[how] = packed(y) if how == "masked_m" else y
+    exact = torch.einsum("rk,rnk->rn", packed(rows), weights[owners])
+    far = 0.25 if "4" in recipe else 0.06
+    for y in made.values():
+        assert (y - exact).norm() < far * exact.norm()
+        assert torch.allclose(y, made["offs"], rtol=1e-5, atol=1e-4)
+
+
+def test_fsdp2_of_one_rank_has_the_bits_of_the_plain_layer(tmp_path):
+    plain, sharded = (te_mx.Linear(96, 40, device=DEVICE) for _ in range(2))
+    sharded.load_state_dict(plain.state_dict())
+    x = torch.randn(16, 96, device=DEVICE)
+    dist.init_process_group(init_method=f"file://{tmp_path}/rank", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh(DEVICE.type, (1,))
+        fully_shard(sharded, mesh=mesh)
+        grads = []
+        for layer in (plain, sharded):
+            with te_mx.autocast():
+                made = layer(x)
+            made.square().sum().backward()
+            grads.append(layer.weight.grad)
+            assert te_mx.audit(layer).layers[0].fprop == "triton"
+        assert torch.equal(grads[0], grads[1].full_tensor())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_frozen_layer_has_the_bits_of_its_master():
