@@ -124,6 +124,18 @@ def test_random_quantizer_of_every_backend_is_one(shape, row, col, rule, layouts
     assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
 
 
+@pytest.mark.parametrize("shape", [(4001, 2584), (200, 60008)], ids=str)
+def test_random_quantizer_asks_for_tiles_ahead(shape):
+    """More tiles than run at once; rows that end before those of their memory."""
+    x = calls.data(shape[0], shape[1] + 24, "gaussian", torch.bfloat16, 2)[:, : shape[1]]
+    specs, seed = (f"{FP4}@rows", f"{FP4}+rht32:0x1234abcd@cols"), torch.tensor([77])
+    made = ops.quantize_2d(x, *specs, rule="rceil+sr", seed=seed.cuda())
+    want = ops.quantize_2d(x.cpu(), *specs, rule="rceil+sr", seed=seed)
+    for got, expected in zip(made[:2], want[:2], strict=True):
+        assert torch.equal(got.codes.cpu(), expected.codes)
+        assert torch.equal(got.scales.cpu(), expected.scales)
+
+
 @pytest.mark.parametrize("layouts", [("sm90:8", "cols"), ("rows", "cols"), ("sm90:8", "sm90:8")])
 @pytest.mark.parametrize("rule", ["rceil", "rceil+sr"])
 def test_one_launch_makes_both_directions(rule, layouts, monkeypatch):

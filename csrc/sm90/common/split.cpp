@@ -11,16 +11,22 @@ namespace {
 
 int64_t steps_of(int64_t k) { return ceil_div(k, kStepK); }
 
+// So many clusters of 1 to 6 CTAs run at once, whose CTAs have an SM each: the least of what NVIDIA
+// H200s say, on some of which there are 42 of three and 24 of five.
+constexpr int kManyMost = 6, kAtOnce[kManyMost] = {132, 66, 39, 30, 22, 17};
+static_assert(kManyMost == kMostClusterParts);
+
 // ------------------------------------------------------------------------------------------ tiles
-// Measured on an NVIDIA H200, 2026-11-22. What cutting must win: of 28 problems timed with up to 16
-// parts the model found the best number, or one within 1 %, for all but one, which it does not cut
-// (10 % slower).
+// Measured on an NVIDIA H200, 2026-11-22. What cutting must win where a kernel adds parts up: of 28
+// problems timed with up to 16 parts the model found the best number, or one within 1 %, for all
+// but one, which it does not cut (10 % slower). With clusters (2026-11-29) it found the best of all
+// tiles and parts for eight shapes of 128 to 512 rows, or one within 2 %.
 constexpr double kGain = 1.05;
-constexpr double kLaunch = 3.0;      // us of a kernel beside its steps
-constexpr double kFinish = 3.2;      // us that the kernel which adds parts up takes longer than
-constexpr double kExchange = 2.0;    // us of sums inside of clusters (2026-11-27)
-constexpr double kSums = 4.1e6;      // bytes a us of sums, written and read
-constexpr double kOperands = 4.8e6;  // bytes a us of operands, at most
+constexpr double kLaunch = 3.0;        // us of a kernel beside its steps
+constexpr double kFinish = 3.2;        // us that the kernel which adds parts up takes longer than
+constexpr double kTileExchange = 3.5;  // us of sums inside of clusters (2026-11-29)
+constexpr double kSums = 4.1e6;        // bytes a us of sums, written and read
+constexpr double kOperands = 4.8e6;    // bytes a us of operands, at most
 constexpr double kHidden = 0.75;  // of the shorter of two: reading operands, and the steps on them
 
 // Microseconds of the main kernel: of its steps, and of reading the operands meanwhile.
@@ -41,11 +47,12 @@ double split_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
 }
 
 int parts_of_tiles(const SplitProblem& p) {
-  double least = product_us(p.m, p.n, p.k, p.sms, 1) / kGain;
+  double least = product_us(p.m, p.n, p.k, p.sms, 1);
   int best = 1;
   const int most = static_cast<int>(std::min<int64_t>(kMostParts, steps_of(p.k)));
   for (int parts = 2; parts <= most; ++parts) {
-    const double us = split_us(p.m, p.n, p.k, p.sms, parts);
+    double us = product_us(p.m, p.n, p.k, p.sms, parts);
+    if (!adds_in_clusters(p.m, p.n, parts, p.sms)) us *= kGain;
     if (us < least) least = us, best = parts;
   }
   return best;
@@ -54,10 +61,7 @@ int parts_of_tiles(const SplitProblem& p) {
 // ------------------------------------------------------------------------------------------ codes
 // Microseconds on an NVIDIA H200 (2026-11-27): a launch, a step of k of a wave. The exchange of
 // sums inside a cluster, which computes one block and is launched anew for the next, is kExchange.
-constexpr double kCodesLaunch = 5.2, kCodesStep = 0.58;
-// Steps of k from which two parts in clusters were faster than one, with blocks for half of the
-// GPU, where codes are unpacked before.
-constexpr int64_t kTwoFrom = 56;
+constexpr double kCodesLaunch = 5.2, kCodesStep = 0.58, kExchange = 2.0;
 
 int parts_of_codes(const SplitProblem& p) {
   const int most = static_cast<int>(std::min<int64_t>(kMostClusterParts, steps_of(p.k)));
@@ -70,12 +74,6 @@ int parts_of_codes(const SplitProblem& p) {
   return best;
 }
 
-int parts_before(const SplitProblem& p) {
-  const int parts = parts_of_tiles(p);
-  const int64_t blocks = ceil_div(p.m, 128) * ceil_div(p.n, 128);
-  return parts == 1 && steps_of(p.k) >= kTwoFrom && 2 * blocks <= p.sms ? 2 : parts;
-}
-
 // --------------------------------------------------------------------------------------- clusters
 // The CTAs of a cluster, a part of k each, with which there are about `twice` / 2 CTAs for so many
 // tiles of rows of weights.
@@ -83,10 +81,6 @@ int cluster_of(int64_t tiles, int64_t twice, int64_t k) {
   const int64_t best = (twice + tiles) / (2 * tiles);
   return static_cast<int>(std::clamp<int64_t>(best, 1, std::min<int64_t>(steps_of(k), 8)));
 }
-
-// So many clusters of 1 to 6 CTAs run at once, whose CTAs have an SM each: the least of what NVIDIA
-// H200s say, on some of which there are 42 of three and 24 of five.
-constexpr int kManyMost = 6, kAtOnce[kManyMost] = {132, 66, 39, 30, 22, 17};
 
 // The most parts with which all blocks run at once.
 int parts_of_factors(const SplitProblem& p) {
@@ -228,11 +222,10 @@ int parts_of_routed(const SplitProblem& p) {
 int num_splits(const SplitProblem& p) {
   switch (p.kind) {
     case SplitKind::tiles:
+    case SplitKind::codes_before:
       return parts_of_tiles(p);
     case SplitKind::codes:
       return parts_of_codes(p);
-    case SplitKind::codes_before:
-      return parts_before(p);
     case SplitKind::decode:
       return decode_split(p.n, p.k, p.sms, p.groups > 0).sums();
     case SplitKind::wide:
@@ -292,13 +285,12 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
 
 bool adds_in_clusters(int64_t m, int64_t n, int parts, int sms) {
   if (parts < 2 || parts > kMostClusterParts || split_config(m) != 0) return false;
-  const int64_t room = parts == 2 ? sms / 2 : int64_t{sms} * kClusterRoom / 100 / parts;
-  return ceil_div(m, 128) * ceil_div(n, 128) <= room;
+  return ceil_div(m, 128) * ceil_div(n, 128) <= int64_t{kAtOnce[parts - 1]} * sms / kAtOnce[0];
 }
 
 double product_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
   if (adds_in_clusters(m, n, parts, sms))
-    return kernel_us(kGemmTiles[kSplitTiles[0]], m, n, k, sms, parts) + kExchange;
+    return kernel_us(kGemmTiles[kSplitTiles[0]], m, n, k, sms, parts) + kTileExchange;
   if (parts > 1) return split_us(m, n, k, sms, parts);
   double whole = 1e300;
   for (const int index : kDenseTiles)

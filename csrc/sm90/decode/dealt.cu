@@ -39,8 +39,8 @@ Status run(DealtParams p, const DecodeTask& t) {
 
 }  // namespace
 
-// NOTE: measured on an NVIDIA H200, 2026-11-29: of more than 16 rows products are too many bytes to
-// send, so that rows_kernel is faster but where a CTA has all of k.
+// NOTE: measured on an NVIDIA H200, 2026-11-29: of more rows products are too many bytes to send,
+// so that ring_kernel or rows_kernel is faster but where a CTA has all of k.
 Status run_dealt(const DecodeTask& t, bool factors, int sms) {
   DealtParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
@@ -51,8 +51,7 @@ Status run_dealt(const DecodeTask& t, bool factors, int sms) {
   if (t.rows.groups.count > 0 || p.x.quads > kDealtMostQuads ||
       reinterpret_cast<uintptr_t>(p.words) % 16 != 0)
     return Status::unsupported;
-  if (p.x.m <= 16 && p.x.in.plain(p.x.k))
-    return p.x.m <= 8 ? run<DealtMath<8, true, true>>(p, t) : run<DealtMath<16, true, true>>(p, t);
+  if (p.x.m <= 8 && p.x.in.plain(p.x.k)) return run<DealtMath<8, true, true>>(p, t);
   return p.x.m > 32 && p.cluster == 1 && !factors ? run<DealtMath<64, false, false>>(p, t)
                                                   : Status::unsupported;
 }

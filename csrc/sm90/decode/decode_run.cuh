@@ -83,7 +83,9 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 Status run_tiles(const DecodeTask& t, int spread, int sms);
 // dealt_kernel, of one matrix in tiles; unsupported: rows_kernel is faster, or rows are not plain.
 Status run_dealt(const DecodeTask& t, bool factors, int sms);
-// rows_kernel, of weights in tiles, or dealt_kernel.
+// ring_kernel, the same.
+Status run_ring(const DecodeTask& t, bool factors, int sms);
+// rows_kernel, of weights in tiles, or one of those.
 Status run_rows(const DecodeTask& t, bool factors, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);

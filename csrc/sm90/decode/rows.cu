@@ -31,8 +31,10 @@ Status run_rows(const DecodeTask& t, bool factors, int sms) {
   const bool gelu = out.act == Act::gelu || out.act == Act::gelu_erf;
   // NOTE: other activations are those of results that were rounded before.
   if (out.activates && (!gelu || t.n % 2 != 0)) return Status::unsupported;
-  const Status dealt = run_dealt(t, factors, sms);
-  if (dealt != Status::unsupported) return dealt;
+  for (const auto run : {run_ring, run_dealt}) {
+    const Status status = run(t, factors, sms);
+    if (status != Status::unsupported) return status;
+  }
   RowsParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
   p.x.spread = 255;  // whatever lies further below becomes zeros

@@ -7,6 +7,7 @@
 //   classes; plain codes as they are, codes of E4M3 by tables, as the tile's scales want them
 //
 // A thread has 8 x 8 elements, as in the quantizer, and draws once for both directions.
+#include "mxtile/sm90/copy_async.cuh"
 #include "quantize/random_sides.cuh"
 
 namespace te_mx::sm90 {
@@ -113,6 +114,21 @@ __device__ __forceinline__ void load_tile(uint32_t (&x)[8][4], const QuantizePar
   }
 }
 
+// Asks for the tile of a CTA that starts about when this one ends, `ahead` later in the grid, so
+// that it comes from L2: a line a thread.
+__device__ __forceinline__ void ask_ahead(const RandomParams& all, const Tile& t) {
+  const QuantizeParams& p = all.q;
+  uint32_t x = blockIdx.x + all.ahead;
+  int rt = t.rt;
+  if (x >= gridDim.x) x -= gridDim.x, rt -= 1 << p.group_bits;
+  const int inside = (1 << p.group_bits) - 1;
+  rt += static_cast<int>(blockIdx.x & inside) - static_cast<int>(x & inside);
+  const int64_t row = 128ll * rt + threadIdx.x / 2;
+  const int64_t col = 128ll * (x >> p.group_bits) + 64 * (threadIdx.x % 2);
+  if (x >= gridDim.x || rt < 0 || row >= p.a.rows || col >= p.a.cols) return;
+  tile::prefetch_l2(static_cast<const Bf16*>(p.a.x) + row * p.a.x_stride + col);
+}
+
 template <bool kRandom>
 __global__ void __launch_bounds__(kQuantizeThreads, 3)
     both_kernel(const __grid_constant__ RandomParams all) {
@@ -127,6 +143,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   const Place at;
   uint32_t all_x[8][4];
   load_tile(all_x, p, t, at, &s.codes[0][0] + 64 * threadIdx.x);
+  // NOTE: without random words it costs more than it saves.
+  if (kRandom && all.groups.count == 0) ask_ahead(all, t);
   if (threadIdx.x == 0) s.row.clear(), s.col.clear(), smem.tile = t;
   if (threadIdx.x < 16) {
     const tile::Fp4Table table(threadIdx.x);
@@ -262,6 +280,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
 Status quantize_both_randomly(const RandomParams& given, cudaStream_t stream) {
   RandomParams p = given;
   for (int i = 0; i < 32; ++i) p.turns[i] = (p.signs >> i & 1) != 0 ? -1.0f : 1.0f;
+  p.ahead = 3 * static_cast<uint32_t>(current_device().sms);
   const bool random = p.seed != nullptr;
   const auto kernel = random ? both_kernel<true> : both_kernel<false>;
   constexpr int kBytes = sizeof(RandomSmem), kDrawn = sizeof(RandomSmem::words);

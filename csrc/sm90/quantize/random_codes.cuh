@@ -14,6 +14,7 @@ struct RandomParams {
   uint32_t first;       // number of x's first row, modulo 2^32
   int size;             // of the transform, 0 for none
   uint32_t signs;
+  uint32_t ahead;   // CTAs that run at once, of both directions
   float turns[32];  // 1 or -1: the sign that the transform gives each row of a block of 32
 };
 

@@ -146,7 +146,7 @@ def test_where_codes_are_unpacked_follows_from_sizes():
     ):
         assert codes.faster_before(*shape, 132, cut, fp4) == before
     assert codes.parts_before(512, 2048, 7168, 132) == 2  # measured
-    assert codes.parts_before(512, 2048, 7040, 132) == codes.parts_before(640, 2048, 7168, 132) == 1
+    assert codes.parts_before(512, 2048, 5120, 132) == codes.parts_before(640, 2048, 7168, 132) == 1
 
 
 def test_codes_that_start_between_16_bytes_are_packed():

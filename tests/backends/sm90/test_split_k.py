@@ -32,6 +32,12 @@ WORTH = [(512, 512, 16384), (1024, 1024, 16384), (256, 4096, 16384), (128, 4096,
 NOT_WORTH = [(8192, 8192, 8192), (4096, 4096, 4096), (512, 512, 1024), (512, 512, 2048),
              (1024, 2048, 2048), (1024, 1024, 4096), (1152, 1280, 16384), (1536, 1536, 8192),
              (64, 8192, 8192), (1, 1, 1), (16, 16, 128)]  # fmt: skip
+# Of clusters that all run at once: (m, n, k), and the parts that were the fastest of all tiles and
+# parts there.
+IN_CLUSTERS = {(128, 2304, 6144): 5, (256, 2304, 6144): 3, (128, 2112, 7168): 6,
+               (256, 2112, 7168): 3, (128, 4096, 14336): 3, (256, 4096, 14336): 2,
+               (128, 8192, 8192): 2, (128, 6144, 4096): 1, (128, 6144, 2048): 1,
+               (256, 6144, 4096): 1, (512, 4096, 14336): 1}  # fmt: skip
 SIZES = st.integers(1, 20000)
 
 
@@ -45,6 +51,11 @@ def test_few_tiles_and_a_long_k_are_cut(sizes):
 @pytest.mark.parametrize("sizes", NOT_WORTH, ids=str)
 def test_what_fills_the_chip_or_is_short_is_not(sizes):
     assert sm90.num_splits("tiles", *sizes, SMS) == 1
+
+
+@pytest.mark.parametrize("sizes", IN_CLUSTERS, ids=str)
+def test_clusters_have_the_parts_that_were_measured(sizes):
+    assert sm90.num_splits("tiles", *sizes, SMS) == IN_CLUSTERS[sizes]
 
 
 KINDS = ["tiles", "codes", "codes_before", "decode", "wide", "factors", "nvfp4", "routed"]
@@ -142,8 +153,8 @@ def test_explain_says_how_many(monkeypatch):
     monkeypatch.setattr(device_names, "_full_name", lambda index: "a GPU without tables")
     sizes = {"m": 512, "n": 512, "k": 16384, "device": "cuda:0"}
     said = te_mx.explain(**sizes)
-    assert said.kernel == "sm90_adaptive" and said.parts == 8
-    assert "k is cut into 8 parts" in str(said)
+    assert said.kernel == "sm90_adaptive" and said.parts == 6
+    assert "k is cut into 6 parts" in str(said)
     for whole in (te_mx.explain(**sizes, split_k=False), te_mx.explain(**sizes, precision="exact"),
                   te_mx.explain(**{**sizes, "n": 8192, "m": 8192})):  # fmt: skip
         assert whole.parts == 1 and "parts" not in str(whole)
