@@ -24,6 +24,7 @@ MIXTURES = [(64, 6, 2048, 1408), (128, 8, 4096, 1536), (32, 4, 2880, 2880)]
 MUST_OF_MIXTURES = {
     "mxfp8_e4m3": {1: 2.5, 8: 2.4, 32: 2.2, 128: 1.8, 512: 1.5, 2048: 1.5, 8192: 1.5},
     "mxfp4": {1: 3.0, 8: 2.8, 32: 2.4, 128: 1.9, 512: 1.5, 2048: 1.5, 8192: 1.5},
+    "nvfp4": dict.fromkeys((1, 8, 32, 128), 2.0),  # inputs as they are
 }
 
 
@@ -85,8 +86,9 @@ def _rows(
 
 
 def mixtures(context: GpuContext) -> Iterator[Row]:
-    """te_mx.moe.fused_experts, lists included, on the weights as pack_experts leaves them; of bf16
-    the rows are sorted before."""
+    """te_mx.moe.fused_experts, lists included, on the weights as pack_experts leaves them; of NVFP4
+    two frozen te_mx.GroupedLinear, and what is between them is torch's, as of bf16: of both the
+    rows are sorted before."""
     for experts, top_k, hidden, inner in context.pick(MIXTURES, [(4, 2, 64, 64)]):
         plain = (
             context.randn(experts, 2 * inner, hidden, seed=0),
@@ -94,10 +96,24 @@ def mixtures(context: GpuContext) -> Iterator[Row]:
         )
         weights = {
             fmt: tuple(te_mx.moe.pack_experts(te_mx.quantize(one, fmt=fmt)) for one in plain)
-            for fmt in MUST_OF_MIXTURES
+            for fmt in MUST
         }
+        weights["nvfp4"] = tuple(map(_frozen, plain))
         for tokens in context.pick(list(MUST_OF_MIXTURES["mxfp4"]), [1]):
             yield from _mixture_rows(context, plain, weights, tokens, top_k)
+
+
+def _frozen(weights: Tensor) -> te_mx.GroupedLinear:
+    """Experts of these weights [experts, n, k] in NVFP4, for inputs as they are."""
+    experts, n, k = weights.shape
+    made = te_mx.GroupedLinear(
+        experts, k, n, bias=False, dtype=weights.dtype, device=weights.device,
+        single_grouped_weight=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        made.weight.copy_(weights)
+    te_mx.freeze_weights(made, fmt="nvfp4", activations="bf16", drop_master=True)
+    return made
 
 
 def _mixture_rows(
@@ -110,34 +126,43 @@ def _mixture_rows(
     scores = torch.rand(tokens, top_k, device=context.device)
     order = ids.flatten().argsort(stable=True)
     rows, places = order // top_k, order.argsort()
-    ends = torch.bincount(ids.flatten(), minlength=experts).cumsum(0).to(torch.int32)
+    splits = torch.bincount(ids.flatten(), minlength=experts)
+    ends = splits.cumsum(0).to(torch.int32)
 
-    def product(a: Tensor, w: Tensor) -> Tensor:
+    def product(a: Tensor, w: Any) -> Tensor:
+        if not isinstance(w, Tensor):
+            with torch.no_grad():
+                return w(a, splits)
         if context.device.type != "cuda":
             return a @ w[0].t()
         return torch._grouped_mm(a, w.transpose(1, 2), ends)
 
-    def bf16(i: int) -> Tensor:
-        gate, up = product(x[rows], plain[0]).chunk(2, 1)
-        y = product(F.silu(gate) * up, plain[1])[places].view(tokens, top_k, hidden)
+    def sorted_rows(i: int, w13: Any = plain[0], w2: Any = plain[1]) -> Tensor:
+        gate, up = product(x[rows], w13).chunk(2, 1)
+        y = product(F.silu(gate) * up, w2)[places].view(tokens, top_k, hidden)
         return (y * scores.unsqueeze(2).to(y.dtype)).sum(1)
 
-    calls = {"bf16": captured(bf16, 1, context.device, 1)}
+    calls = {"bf16": captured(sorted_rows, 1, context.device, 1)}
+    weights = {fmt: held for fmt, held in weights.items() if tokens in MUST_OF_MIXTURES[fmt]}
     for fmt, (w13, w2) in weights.items():
 
         def ours(i: int, w13=w13, w2=w2) -> Tensor:
+            if isinstance(w13, te_mx.GroupedLinear):
+                return sorted_rows(i, w13, w2)
             return te_mx.moe.fused_experts(x, w13, w2, scores, ids)
 
         calls[fmt] = captured(ours, 1, context.device, 1)
     times = interleaved(calls, context.effort, warm_up=3, clock=context.clock)
     hit = len(ids.unique())
     for fmt, held in weights.items():
-        seconds, must = times.seconds(fmt), MUST_OF_MIXTURES[fmt].get(tokens)
-        nbytes = hit * sum(one.nbytes for one in held) / experts
+        seconds, must = times.seconds(fmt), MUST_OF_MIXTURES[fmt][tokens]
+        each = 3 * hidden * inner * 9 / 16 if fmt == "nvfp4" else 0  # bytes of an expert
+        nbytes = hit * (each or sum(one.nbytes for one in held) / experts)
         yield Row(
             f"mixture {fmt[:5]}", f"{tokens}x{top_k} of {experts} {hidden} {inner}",
-            "fused_experts", seconds * 1e6, *context.bandwidth(nbytes, seconds),
+            "sm90_nvfp4" if fmt == "nvfp4" else "fused_experts", seconds * 1e6,
+            *context.bandwidth(nbytes, seconds),
             "grouped_mm bf16 graph", times.ratio("bf16", fmt),
-            None if must is None else Target(must, must + 0.3),
+            Target(must, must + (0.5 if fmt == "nvfp4" else 0.3)),
             f"{times.seconds('bf16') * 1e6:.1f} us",
         )  # fmt: skip

@@ -166,7 +166,11 @@ CUDA_ROWS = {
         for product in ("gemm1", "gemm2")
         for fmt, marks in (("mxfp8", (1.5, 2.0)), ("mxfp4", (2.0, 3.0)))
     },
-    "mixtures_cuda": {"mixture mxfp8": (2.5, 2.8), "mixture mxfp4": (3.0, 3.3)},
+    "mixtures_cuda": {
+        "mixture mxfp8": (2.5, 2.8),
+        "mixture mxfp4": (3.0, 3.3),
+        "mixture nvfp4": (2.0, 2.5),
+    },
     "grouped_plain_cuda": dict.fromkeys(
         ("grouped one copy fwd+bwd", "grouped dropped fwd", "grouped main_grads f+b")
     ),

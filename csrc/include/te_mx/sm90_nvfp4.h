@@ -6,9 +6,9 @@
 //   codes   1,024 bytes a quad: words [2][32 lanes][4]. Lane 4g + t of word 4h + i has the eight
 //           codes of the 16 of k from 16 (4h + i) on that are its part of operand A of a product of
 //           16-bit numbers: pairs p = 0 .. 3 of row g + 8 (p % 2), k 2t + 8 (p / 2) and the one
-//           after it. Of a pair, the second code lies 16 bits above the first. Bits of a code
-//           (sign, then the other three): 15, 8:6 of pair 0; 12, 5:3 of pair 1; 14, 2:0 of pair 2;
-//           13, 11:9 of pair 3.
+//           after it. Of a pair, the second code lies 16 bits above the first, in pair 3 below it.
+//           Bits of a code (sign, then the other three): 15, 8:6 of pair 0; 12, 5:3 of pair 1;
+//           9, 2:0 of pair 2; 13, 11:10 and 14 of pair 3.
 //   scales  128 bytes a quad, in an array of their own: words [8 rows g][4], word i has bytes of
 //           row g, block 2i; row g + 8, block 2i; row g, block 2i + 1; row g + 8, block 2i + 1.
 //           A byte 8e + m that is not zero is (1 + m / 8) * 2^(e - 22), 255 is NaN: what is

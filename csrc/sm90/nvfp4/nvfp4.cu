@@ -113,6 +113,7 @@ bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) 
   p.cluster = asked > 0 ? std::min(asked, kDecodeMaxCluster)
                         : num_splits(problem_of(a, Math::kCols, Math::kGroups * kNvfp4Rows));
   p.cluster = std::min(p.cluster, p.quads);
+  p.cluster_factor = quotient_factor(p.cluster);
   p.parts = shares_of(p.quads, p.cluster);
   if constexpr (Math::kMakes) {
     p.places = {a.places, static_cast<int>(a.x_rows) - 1, static_cast<int>(a.each)};
@@ -144,7 +145,7 @@ Status run(const Nvfp4Args& a) {
   const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0),
                                     three ? Math::kThirdSmem : Math::kSmem);
   p.stages = room.stages, p.weights_at = room.weights_at, p.sums_at = room.sums_at;
-  if (p.stages < (Math::kMakes ? Math::kParts : 1)) return Status::unsupported;
+  if (p.stages < 1) return Status::unsupported;
   const int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
   const int bytes = std::max(room.bytes, three ? Math::kLeastThird : Math::kLeastSmem);
   return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, x, p, rows);
@@ -176,6 +177,7 @@ Status run_many(const Nvfp4Args& a) {
   if (status != Status::ok || rest == 0) return status;
   p.begin = p.end, p.end += rest;
   p.walks = false, p.cluster = parts, p.parts = shares_of(p.quads, parts);
+  p.cluster_factor = quotient_factor(parts);
   return start<Math>(a, &nvfp4_many<Math>, rest, Math::kSmem, x, p, rows);
 }
 

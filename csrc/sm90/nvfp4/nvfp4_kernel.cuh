@@ -8,8 +8,8 @@
 // depend on n and k, not on the other rows of x nor on their number.
 //
 // One warp asks for quads, first of all those of weights, before it waits for the kernel that wrote
-// x; every warpgroup multiplies 64 rows of weights. Up to 8 rows that are quantized are made by
-// every CTA, its part of k, by the warps that multiply.
+// x; every warpgroup multiplies 64 rows of weights, of the quads of a stage one. Up to 8 rows that
+// are quantized are made by every CTA, its part of k, by the warps that multiply.
 #pragma once
 
 #include <type_traits>
@@ -37,16 +37,18 @@ struct Nvfp4Params {
   bool mx = false;                          // MXFP4
   int n = 0, k = 0, groups = 0, quads = 0;  // groups: of 64 rows of a matrix
   int cluster = 1, blocks = 1, stages = 0, weights_at = 0, sums_at = 0;
+  int cluster_factor = 0;             // quotient_factor(cluster)
   bool walks = false, lines = false;  // nvfp4_many.cuh
   int begin = 0, end = 0;             // likewise: of a launch, the tiles
   // Rows by themselves, each with one of so many matrices, by its number (sm90_nvfp4.h).
   const int32_t* experts = nullptr;
   int matrices = 0;
   bool stands = false;
-  Shares parts;    // of quads
+  Shares parts;  // of quads
+  DecodeOut out;
   DecodeInput in;  // where CTAs make their x
   RowPlaces places;
-  DecodeOut out;
+  __device__ __forceinline__ int of_cluster(int v) const { return v * cluster_factor >> 16; }
 };
 
 // What goes where in shared memory behind the barriers: x, all of it or in stages, from 0 on, then
@@ -79,19 +81,19 @@ struct Nvfp4Math {
   // Of a part of so many quads. Sums lie behind the stages, or in their place where there would be
   // too few of these.
   static constexpr Nvfp4Room room(int cluster, int quads, int smem) {
-    const int made = kMakes ? quads * kX : 0, stage = kMakes ? kW : kX + kW;
+    const int made = kMakes ? quads * kX : 0, stage = kParts * (kMakes ? kW : kX + kW);
     const int sums = sums_bytes(cluster), space = smem - 1024 - made;
-    // NOTE: a stage is that of one part: who has not seen all phases of a barrier cannot wait
-    // there.
+    // NOTE: more of them come no earlier, but where two CTAs share an SM, they keep others waiting.
+    constexpr int kMost = kNvfp4MostStages / kParts;
     const auto stages = [&](int bytes) {
-      const int fit = bytes / stage, most = fit < kNvfp4MostStages ? fit : kNvfp4MostStages;
-      return quads <= most ? quads : most - most % kParts;
+      const int fit = bytes / stage, steps = (quads + kParts - 1) / kParts;
+      return steps < fit ? (steps < kMost ? steps : kMost) : fit < kMost ? fit : kMost;
     };
     const int apart = stages(space - sums), over = stages(space);
     const int both = made + apart * stage, all = made + over * stage;
-    if (cluster > 1 && (apart >= 4 || apart == over))
-      return {apart, kMakes ? made : apart * kX, both, 1024 + both + sums};
-    return {over, kMakes ? made : over * kX, 0, 1024 + (all > sums ? all : sums)};
+    if ((cluster > 1 || kAlone) && (apart * kParts >= 4 || apart == over))
+      return {apart, kMakes ? made : apart * kParts * kX, both, 1024 + both + sums};
+    return {over, kMakes ? made : over * kParts * kX, 0, 1024 + (all > sums ? all : sums)};
   }
 };
 
@@ -106,7 +108,8 @@ __host__ __device__ constexpr int tiles_of(int groups) {
 template <class Math>
 struct Nvfp4Tile {
   int block, tile_n;
-  __device__ __forceinline__ Nvfp4Tile(const Nvfp4Params& p, int index) {
+  __device__ __forceinline__ Nvfp4Tile(const Nvfp4Params& p, int index) : block(0), tile_n(index) {
+    if (p.blocks == 1) return;
     const int tiles = tiles_of<Math>(p.groups);
     const int band = index / (tiles * kNvfp4Band), inside = index - band * tiles * kNvfp4Band;
     const int width = min(kNvfp4Band, p.blocks - band * kNvfp4Band);
@@ -117,10 +120,10 @@ struct Nvfp4Tile {
 template <class Math>
 struct Nvfp4Place {
   static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
-  static constexpr int kInput = Math::kMakes ? 0 : Math::kX;                  // of a stage
+  static constexpr int kInput = Math::kMakes ? 0 : Math::kX;                  // of a quad
   const Nvfp4Params& p;
   uint8_t* smem;
-  int rank, first, length;     // first, length: of its quads
+  int rank, first, length;     // first, length: of its quads, of which a stage has kParts
   uint32_t base, full, empty;  // barriers of stages that are there, were read
   uint64_t* bars;
 
@@ -136,59 +139,81 @@ struct Nvfp4Place {
   }
   __device__ __forceinline__ uint64_t* sums_bar() const { return bars + 2 * kNvfp4MostStages; }
   __device__ __forceinline__ int mine() const {
-    return (Math::kFragments - rank + p.cluster - 1) / p.cluster;
+    return p.of_cluster(Math::kFragments - rank + p.cluster - 1);
   }
   // Bytes of the scales of 64 rows, which may be fewer than there is room for.
   __device__ __forceinline__ int scales() const { return p.mx ? 4 * kMxfp4Scales : kScales; }
-  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kX; }
+  __device__ __forceinline__ int steps() const {
+    return (length + Math::kParts - 1) / Math::kParts;
+  }
+  // Of stage s, where quads lie one behind the other.
+  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kParts * Math::kX; }
   __device__ __forceinline__ uint32_t w(int s) const {
-    return base + (Math::kStages == 0 ? p.weights_at : Math::kStages * Math::kX) + s * Math::kW;
+    return base + (Math::kStages == 0 ? p.weights_at : Math::kStages * Math::kX) +
+           s * Math::kParts * Math::kW;
   }
   __device__ __forceinline__ uint32_t w_scales(int s) const {
-    return w(s) + Math::kGroups * kCodes;
+    return w(s) + Math::kParts * Math::kGroups * kCodes;
   }
   __device__ __forceinline__ bool over() const { return p.sums_at == 0; }
   __device__ __forceinline__ uint8_t* sums() const {
     return smem + 1024 + (Math::kStages == 0 ? p.sums_at : 0);
   }
-  // sums: fragments of parts that the CTA is sent, of 512 bytes.
+  // By a warp. sums: fragments of parts that the CTA is sent, of 512 bytes.
   __device__ __forceinline__ void start(int sums) const {
-    for (int i = 0; i < stages(); ++i) {
-      tile::mbar_init(bars + i, 1);
-      tile::mbar_init(bars + kNvfp4MostStages + i, Math::kWarps);
+    static_assert(kNvfp4MostStages <= 32);
+    const int lane = threadIdx.x % 32;
+    if (lane < stages()) {
+      tile::mbar_init(bars + lane, 1);
+      tile::mbar_init(bars + kNvfp4MostStages + lane, Math::kWarps * Math::kParts);
     }
-    tile::mbar_init(sums_bar(), 1);
+    if (lane == 0) tile::mbar_init(sums_bar(), 1);
     tile::mbar_init_fence();
-    if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), sums * 512);
+    __syncwarp();
+    if (lane == 0 && p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), sums * 512);
   }
-  // Asks for quad i of the CTA, to stage s, by one thread.
+  // Asks for step i of the CTA, to stage s, by one thread.
+  __device__ __forceinline__ int quads_of(int i) const {
+    return Math::kParts == 1 ? 1 : min(Math::kParts, length - i * Math::kParts);
+  }
   __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
     const uint32_t bar = full + 8 * s;
     const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
-    tile::mbar_arrive_expect(bar, kInput + count * (kCodes + scales()));
-    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i;
+    const int quads = quads_of(i);
+    tile::mbar_arrive_expect(bar, quads * (kInput + count * (kCodes + scales())));
+    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i * Math::kParts;
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
       if (g < count) {
-        tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, kCodes, bar);
-        tile::bulk_load(w_scales(s) + g * scales(), p.w_scales + from * scales(), scales(), bar);
+        tile::bulk_load(w(s) + g * kCodes, p.w + from * kCodes, quads * kCodes, bar);
+        tile::bulk_load(w_scales(s) + g * scales(), p.w_scales + from * scales(), quads * scales(),
+                        bar);
       }
       from += p.quads;
     }
   }
   __device__ __forceinline__ void ask_x(const CUtensorMap* map, int row0, int i, int s) const {
+    static_assert(Math::kGroups == 1 || Math::kParts == 1);
     if constexpr (!Math::kMakes) {
       const uint32_t bar = full + 8 * s;
-      const int k = (first + i) * kNvfp4Quad;
-      tile::tma_load(x(s), map, bar, k, row0);
-      tile::tma_load(x(s) + Math::kX / 2, map, bar, k + 64, row0);
+      const int k = (first + i * Math::kParts) * kNvfp4Quad, halves = 2 * quads_of(i);
+#pragma unroll
+      for (int h = 0; h < 2 * Math::kParts; ++h)
+        if (h < halves) tile::tma_load(x(s) + h * (Math::kX / 2), map, bar, k + 64 * h, row0);
     }
   }
-  // early: what wrote x is to be waited for.
+  // Asks for the weights of the first stages.
+  __device__ __forceinline__ void ask_first(int matrix, int tile_n) const {
+    for (int i = 0; i < min(stages(), steps()); ++i) ask_weights(matrix, tile_n, i, i);
+  }
+  // And for the rest. early: what wrote x is to be waited for.
   __device__ __forceinline__ void ask_all(const CUtensorMap* map, const DecodeRows& rows,
                                           int tile_n, bool early) const {
     ask_stages(
-        p.stages, length, empty, [&](int i, int s) { ask_weights(rows.group, tile_n, i, s); },
+        p.stages, steps(), empty,
+        [&](int i, int s) {
+          if (i >= p.stages) ask_weights(rows.group, tile_n, i, s);
+        },
         [&] {
           if (!Math::kMakes && early) tile::await_predecessors();
         },
@@ -196,7 +221,7 @@ struct Nvfp4Place {
   }
 };
 
-// The lane's part of the warp's quad in shared memory, and x.
+// The lane's part of the warp's quad in shared memory, and where x is, behind all of it.
 struct QuadPlace {
   uint32_t w, w_scales, x;
 };
@@ -226,39 +251,37 @@ struct QuadScales {
   }
 };
 
-// Products of a warp's quad with x by itself: of up to 8 rows, for which wgmma waits more than it
-// multiplies. Sums have the same bits.
+// Products of a warp's quad with 8 rows of x by itself, for which wgmma waits more than it
+// multiplies. Sums have the same bits. x: where the lane begins to read, the first and the second
+// 32 of 64 of k.
 template <class Math, bool kMx>
-__device__ __forceinline__ void multiply_alone(float (&d)[Math::kFloats], const QuadPlace& at) {
+__device__ __forceinline__ void multiply_alone(float (&d)[4], const QuadPlace& at,
+                                               const uint32_t (&x)[2]) {
   using Operand = typename Math::Operand;
   const QuadScales<Math, kMx> scales(at.w_scales);
   const uint4 two[2] = {tile::load_shared16(at.w), tile::load_shared16(at.w + 512)};
-  const int lane = threadIdx.x % 32;
+  uint32_t b[4][4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) tile::ldmatrix_x4(b[q], x[q % 2] + at.x + q / 2 * (Math::kX / 2));
 #pragma unroll
   for (int q = 0; q < 4; ++q) {  // of 32 of k
     uint32_t a[2][4];
     const uint4& codes = two[q / 2];
     Operand::make(a[0], q % 2 == 0 ? codes.x : codes.z, scales.of(2 * q));
     Operand::make(a[1], q % 2 == 0 ? codes.y : codes.w, scales.of(2 * q + 1));
-#pragma unroll
-    for (int j = 0; j < Math::kCols / 8; ++j) {
-      uint32_t b[4];
-      tile::ldmatrix_x4(b, at.x + q / 2 * (Math::kX / 2) + j * 1024 +
-                               tile::swizzle128(lane % 8, q % 2 * 4 + lane / 8));
-      float (&sums)[4] = *reinterpret_cast<float (*)[4]>(d + 4 * j);
-      Operand::multiply_alone(sums, a[0], b[0], b[1]);
-      Operand::multiply_alone(sums, a[1], b[2], b[3]);
-    }
+    Operand::multiply_alone(d, a[0], b[q][0], b[q][1]);
+    Operand::multiply_alone(d, a[1], b[q][2], b[q][3]);
   }
 }
 
 // Products of the warpgroup's quads with x.
 template <class Math, bool kMx>
-__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], const QuadPlace& at) {
+__device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], const QuadPlace& at,
+                                              uint32_t x0) {
   using Operand = typename Math::Operand;
   constexpr int kBatch = Math::kBatch;
   const QuadScales<Math, kMx> scales(at.w_scales);
-  const uint32_t x = tile::wgmma_desc_at(at.x);
+  const uint32_t x = tile::wgmma_desc_at(x0 + at.x);
   uint4 codes{};
   uint32_t a[2 * kBatch][4];
   const auto batch = [&](auto b) {
@@ -286,15 +309,44 @@ __device__ __forceinline__ void multiply_quad(float (&d)[Math::kFloats], const Q
   tile::wgmma_pin(d);
 }
 
+// What sums are multiplied by, of rows of weights that have one scale.
+__device__ __forceinline__ float scale_of(const Nvfp4Params& p, int group) {
+  return (p.mx || p.scale_rows ? 1.0f : __ldcg(p.scale + group)) * kNvfp4Up;
+}
+// Or each a scale.
+__device__ __forceinline__ float own_scale(const Nvfp4Params& p, int64_t row, float whole) {
+  return p.scale_rows && !p.mx ? __ldg(p.scale + row) * kNvfp4Up : whole;
+}
+
 // Writes eight sums from weight n on of a row of x, times the scales of their matrix.
 __device__ __forceinline__ void write_scaled(const Nvfp4Params& p, const DecodeBlock& rows,
-                                             int64_t matrix0, int col, int n, int count,
-                                             float (&v)[8]) {
-  const float* const scale = p.scale + (p.scale_rows ? matrix0 + n : int64_t{rows.group});
+                                             int64_t matrix0, float whole, int col, int n,
+                                             int count, float (&v)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    v[i] *= (p.mx ? 1.0f : __ldg(scale + (p.scale_rows ? min(i, count - 1) : 0))) * kNvfp4Up;
+  for (int i = 0; i < 8; ++i) v[i] *= own_scale(p, matrix0 + n + min(i, count - 1), whole);
   write_eight(p.out, rows.first + col, n, matrix0, count, v);
+}
+
+// finish_fragments() and that of up to 8 rows of x: a thread has a number of out at a time.
+template <class Math>
+__device__ __forceinline__ void finish_few(const Nvfp4Place<Math>& at, const DecodeBlock& rows,
+                                           int n0, int64_t matrix0, float whole) {
+  const Nvfp4Params& p = at.p;
+  const int parts = p.cluster * Math::kParts;
+  for (int i = threadIdx.x; i < at.mine() * 128; i += Math::kMath) {
+    const int slot = i >> 7, row = i >> 4 & 7, n = n0 + (at.rank + slot * p.cluster) * 16 + i % 16;
+    if (row >= rows.count || n >= p.n) continue;
+    // Lane 4g + t of a fragment, and what of its four numbers.
+    const float* from = reinterpret_cast<const float*>(at.sums()) + slot * parts * 128 +
+                        ((i & 7) * 4 + row / 2) * 4 + (i >> 3 & 1) * 2 + row % 2;
+    float v = *from;
+#pragma unroll 4
+    for (int part = 1; part < parts; ++part) v += from[part * 128];
+    v *= own_scale(p, matrix0 + n, whole);
+    if (p.out.bias != nullptr) v += load_number(p.out.bias, matrix0 + n, p.out.bias_dtype);
+    if (p.out.activates) v = activated(p.out, v);
+    store_number(p.out.out, (rows.first + row) * p.out.ld + n, p.out.dtype, v);
+  }
 }
 
 template <class Math>
@@ -325,9 +377,18 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     return;
   }
   const Nvfp4Place<Math> at(p, smem);
-  if (threadIdx.x == Math::kMath) {
-    if constexpr (!Math::kMakes) tile::tma_prefetch(&map);
+  float whole = 0;
+  if (warp == Math::kMath / 32) {
     at.start(at.mine() * p.cluster * Math::kParts);
+    if (tile::elect_one()) {
+      if constexpr (!Math::kMakes) tile::tma_prefetch(&map);
+      at.ask_first(rows.group, tile_n);
+    }
+    __syncwarp();
+  } else {
+    // NOTE: not behind the products, where they would be waited for.
+    whole = scale_of(p, rows.group);
+    tile::touch(p.out.out), tile::touch(p.out.act);
   }
   __syncthreads();
   if (p.cluster > 1 && !at.over()) tile::cluster_arrive_relaxed();  // who has waited may send
@@ -352,31 +413,41 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   float d[Math::kFloats] = {};
   // Warpgroups of a tile have one quad, those of its next part the next.
   const int part = warp / Math::kWarps, own = warp - part * Math::kWarps;
-  const bool mx = !Math::kHalf && p.mx;
-  const uint32_t scales_at =
-      mx ? own * kMxfp4Scales + lane / 4 * 8 : own * kNvfp4Scales + lane / 4 * 16;
-  int s = part, phase = 0;
-#pragma unroll 1
-  for (int i = part; i < at.length; i += Math::kParts) {
-    while (s >= p.stages) s -= p.stages, phase ^= 1;
-    tile::mbar_wait(at.full + 8 * s, phase);
-    const QuadPlace quad{at.w(s) + own * kNvfp4Codes + lane * 16, at.w_scales(s) + scales_at,
-                         at.x(Math::kMakes ? i : s)};
-    const auto multiply = [&](auto of_mx) {
-      if constexpr (Math::kAlone) {
-        multiply_alone<Math, of_mx.value>(d, quad);
-      } else {
-        multiply_quad<Math, of_mx.value>(d, quad);
-      }
-    };
-    if (mx) {
-      multiply(std::bool_constant<!Math::kHalf>{});
-    } else {
-      multiply(std::false_type{});
+  const auto multiply = [&](auto of_mx) {
+    constexpr bool kMx = of_mx.value;
+    // NOTE: worked out here, once.
+    const auto lane_at = [](uint32_t v) { return static_cast<uint32_t>(tile::opaque(v)); };
+    const uint32_t codes = lane_at(at.w(0) + part * at.kCodes + own * kNvfp4Codes + lane * 16);
+    constexpr int kScales = kMx ? kMxfp4Scales : kNvfp4Scales;
+    const uint32_t scales =
+        lane_at(at.w_scales(0) + (part * 4 + own) * kScales + lane / 4 * (kScales / 8));
+    uint32_t x[2] = {at.base, 0};
+    if constexpr (Math::kAlone) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q)
+        x[q] = lane_at(at.base + tile::swizzle128(lane % 8, q * 4 + lane / 8));
     }
-    __syncwarp();
-    if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
-    s += Math::kParts;
+    int s = 0, phase = 0;
+#pragma unroll 1
+    for (int i = part; i < at.length; i += Math::kParts) {
+      tile::mbar_wait(at.full + 8 * s, phase);
+      const uint32_t off = s * (Math::kParts * Math::kW);
+      const QuadPlace quad{codes + off, scales + off,
+                           (Math::kMakes ? i : s * Math::kParts + part) * Math::kX};
+      if constexpr (Math::kAlone) {
+        multiply_alone<Math, kMx>(d, quad, x);
+      } else {
+        multiply_quad<Math, kMx>(d, quad, x[0]);
+      }
+      __syncwarp();
+      if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
+      if (++s == p.stages) s = 0, phase ^= 1;
+    }
+  };
+  if (!Math::kHalf && p.mx) {
+    multiply(std::bool_constant<!Math::kHalf>{});
+  } else {
+    multiply(std::false_type{});
   }
   if (p.cluster > 1) {
     if (at.over()) tile::cluster_arrive();
@@ -389,7 +460,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
       reinterpret_cast<float4*>(at.sums()) + (at.rank * Math::kParts + part) * 32 + lane;
 #pragma unroll
   for (int j = 0; j < Math::kCols / 8; ++j) {
-    const int fragment = j * Math::kWarps + own, turn = fragment / p.cluster;
+    const int fragment = j * Math::kWarps + own, turn = p.of_cluster(fragment);
     send_sums(
         all + turn * parts * 32, d + 4 * j, p.cluster, [&] { return at.sums_bar(); },
         [&] { return fragment - turn * p.cluster; });
@@ -400,10 +471,11 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     tile::named_barrier(2, Math::kMath);
   }
   const int64_t matrix0 = int64_t{rows.group} * at.p.n;
+  const int n0 = tile_n * Math::kGroups * kNvfp4Rows;
+  if constexpr (Math::kCols == 8) return finish_few<Math>(at, rows, n0, matrix0, whole);
   finish_fragments<Math::kWarps, Math::kMath, Math::kParts>(
-      at, at.rank, tile_n * Math::kGroups * kNvfp4Rows, rows.count,
-      [&](int col, int n, int count, float (&v)[8]) {
-        write_scaled(at.p, rows, matrix0, col, n, count, v);
+      at, at.rank, n0, rows.count, [&](int col, int n, int count, float (&v)[8]) {
+        write_scaled(at.p, rows, matrix0, whole, col, n, count, v);
       });
 }
 

@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
       clear<Math::kThreads>(p.out, own, n, min(p.n, n + Math::kGroups * kNvfp4Rows));
     return;
   }
-  if (threadIdx.x == Math::kMath) {
-    tile::tma_prefetch(&map);
+  if (warp == Math::kMath / 32) {
+    if (lane == 0) tile::tma_prefetch(&map);
     at.start(p.lines ? Math::pairs_of(at.rank, p.cluster) * (p.cluster - 1) * 2 * Math::kWarps
                      : at.mine() * p.cluster);
   }
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
     float4* const to = reinterpret_cast<float4*>(at.sums()) + at.rank * 32 + lane;
 #pragma unroll
     for (int j = 0; j < Math::kCols / 8; ++j) {
-      const int fragment = j * Math::kWarps + warp, turn = fragment / p.cluster;
+      const int fragment = j * Math::kWarps + warp, turn = p.of_cluster(fragment);
       const float* const v = d + 4 * j;
       // NOTE: not send_sums(), whose quotients for one CTA take 1 % of a product here.
       if (p.cluster == 1) {
@@ -320,9 +320,10 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
     } else {
       tile::named_barrier(2, Math::kMath);
     }
+    const float whole = scale_of(p, rows.group);
     finish_fragments<Math::kWarps, Math::kMath, 1>(
         at, at.rank, n0, rows.count, [&](int col, int n, int count, float (&v)[8]) {
-          write_scaled(at.p, rows, matrix0, col, n, count, v);
+          write_scaled(at.p, rows, matrix0, whole, col, n, count, v);
         });
     return;
   }

@@ -57,14 +57,17 @@ struct Nvfp4Operand {
   }
   // Codes of a word, and scales of its two rows.
   static __device__ __forceinline__ void make(uint32_t (&a)[4], uint32_t w, uint32_t two) {
+    const uint32_t six = __funnelshift_l(w, w, 6);
     if constexpr (kHalf) {
       constexpr uint32_t kSign = 0x80008000u, kRest = 0x0E000E00u;
-      a[0] = (w << 3 & kRest) | (w & kSign), a[1] = (w << 6 & kRest) | (w << 3 & kSign);
-      a[2] = (w << 9 & kRest) | (w << 1 & kSign), a[3] = (w & kRest) | (w << 2 & kSign);
+      a[0] = (w << 3 & kRest) | (w & kSign), a[1] = (six & kRest) | (w << 3 & kSign);
+      a[2] = (w << 9 & kRest) | (six & kSign);
+      a[3] = ((six & 0x00130013u) * 0x0420u & kRest) | (six << 12 & kSign);
     } else {
-      constexpr uint32_t kSign = 0x80008000u, kRest = 0x01C001C0u;
-      a[0] = w & (kSign | kRest), a[1] = w << 3 & (kSign | kRest);
-      a[2] = (w << 6 & kRest) | (w << 1 & kSign), a[3] = (w >> 3 & kRest) | (w << 2 & kSign);
+      constexpr uint32_t kCode = 0x81C081C0u;
+      // NOTE: what puts the bits of pair 3 together is a product, three shifts of which none meet.
+      a[0] = w & kCode, a[1] = w << 3 & kCode, a[2] = six & kCode;
+      a[3] = (six & 0x001B001Bu) * 0x1084u & kCode;
     }
     a[0] = times(a[0], two, false), a[1] = times(a[1], two, true);
     a[2] = times(a[2], two, false), a[3] = times(a[3], two, true);

@@ -187,10 +187,16 @@ __device__ __forceinline__ uint4 codes_of_words(const uint32_t (&w)[4], const ti
     return __byte_perm(by.low, by.high, both | both >> 12) |
            (__byte_perm(a, b, 0x7531) << to_sign & signs);
   };
-  constexpr int kRest[2] = {kHigh ? 3 : 6, kHigh ? 9 : 0},
-                kSign[2] = {kHigh ? 3 : 0, kHigh ? 2 : 1};
-  return {four(w[0], w[1], kRest[0], kSign[0]), four(w[2], w[3], kRest[0], kSign[0]),
-          four(w[0], w[1], kRest[1], kSign[1]), four(w[2], w[3], kRest[1], kSign[1])};
+  if constexpr (kHigh) {
+    uint32_t v[4];  // those of pair 3 where pair 0 has its own
+#pragma unroll
+    for (int t = 0; t < 4; ++t) v[t] = (__funnelshift_l(w[t], w[t], 6) & 0x001B001Bu) * 0x1084u;
+    return {four(w[0], w[1], 3, 3), four(w[2], w[3], 3, 3), four(v[0], v[1], 6, 0),
+            four(v[2], v[3], 6, 0)};
+  } else {
+    return {four(w[0], w[1], 6, 0), four(w[2], w[3], 6, 0), four(w[0], w[1], 0, 6),
+            four(w[2], w[3], 0, 6)};
+  }
 }
 
 // pack_tile of MXFP4 that stands still. A warp has a quad, a thread sixteen of k of rows g and g +
@@ -228,7 +234,7 @@ __device__ __forceinline__ void unpack_tile(TileScales& s, const PackSide& p, co
       const int row = quad * 16 + lane / 8 + 4 * j + 8 * high;
       uint32_t& one = e[j][high];
       one = row < all_rows ? ((scales[j] >> (8 * high) & 255) - kMxfp4Bias) & 255 : 0;
-      const bool counts = (any & (high ? 0x0E380E38u : 0x01C701C7u)) != 0;
+      const bool counts = (any & (high ? 0x4C384C38u : 0x01C701C7u)) != 0;
       if (counts && row < all_rows) one |= kCounts;
       range.add(one);
       if (lane % 2 == 0) s.blocks[block][row] = static_cast<uint16_t>(one);

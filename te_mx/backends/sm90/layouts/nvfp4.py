@@ -14,8 +14,8 @@ from te_mx.layouts.base import HasParts, Layout, Parts, Shape
 FORMATS, MXFP4 = ("nvfp4", "nvfp4_16x16"), "mxfp4"
 ROWS, QUAD = 64, 128
 BIAS = 119  # of scales of MXFP4, so that they are exponents of bf16
-# Of pairs 0 to 3 of a word, the place of the sign and of the lowest of the other three bits.
-_SIGN, _REST = (15, 12, 14, 13), (6, 3, 0, 9)
+# Of bits 0 to 3 of a code, their places in pairs 0 to 3 of a word; of pair 3 the second lies first.
+_BITS = (6, 3, 0, 14), (7, 4, 1, 10), (8, 5, 2, 11), (15, 12, 9, 13)
 
 
 def _to_bytes() -> Tensor:
@@ -62,8 +62,10 @@ class SM90Nvfp4(Layout):
         # + 2 t + second; pair r + 2 u.
         c = c.view(-1, 4, 2, 8, c.shape[1] // QUAD, 2, 4, 2, 4, 2)
         c = c.permute(0, 4, 1, 5, 3, 8, 6, 7, 2, 9).flatten(-3, -2)  # [.., g, t, i, pair, second]
-        sign, rest = (torch.tensor(at, device=c.device)[:, None] for at in (_SIGN, _REST))
-        words = ((c >> 3 << sign) | ((c & 7) << rest)).sum(-2)  # their bits lie apart
+        c[..., 3, :] = c[..., 3, :].flip(-1)
+        words = torch.zeros_like(c[..., 0, :])
+        for bit, at in enumerate(torch.tensor(_BITS, device=c.device)[..., None]):
+            words += ((c >> bit & 1) << at).sum(-2)
         words = words.to(torch.int16).contiguous().view(torch.uint8)  # low bytes first
         if fmt.name == MXFP4:
             s = scales + BIAS  # mod 256
@@ -84,8 +86,10 @@ class SM90Nvfp4(Layout):
         steps = -(-k // QUAD)
         halves = codes.contiguous().view(torch.int16).int()
         halves = halves.view(-1, steps, 4, 2, 8, 4, 4, 1, 2)
-        sign, rest = (torch.tensor(at, device=codes.device)[:, None] for at in (_SIGN, _REST))
-        c = (halves >> sign & 1) << 3 | (halves >> rest & 7)  # [.., g, t, i, pair, second]
+        c = torch.zeros_like(halves.expand(*halves.shape[:-2], 4, 2))
+        for bit, at in enumerate(torch.tensor(_BITS, device=codes.device)[..., None]):
+            c |= (halves >> at & 1) << bit  # [.., g, t, i, pair, second]
+        c[..., 3, :] = c[..., 3, :].flip(-1)
         c = c.unflatten(-2, (2, 2)).permute(0, 2, 8, 4, 1, 3, 6, 7, 5, 9)
         c = c.reshape(-1, steps * QUAD)[:, :k].to(torch.uint8)
         if fmt.name == MXFP4:
