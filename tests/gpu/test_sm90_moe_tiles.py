@@ -354,6 +354,7 @@ def test_slots_that_share_no_expert_have_the_bits_of_sorted_ones(size, dtype, ac
         ((5, 0, 1, 12, 3), 64, 32),
         ((1, 130, 0, 257, 300), 320, 200),
         ((600, 2, 255, 256, 0), 200, 1056),
+        ((64, 65, 128, 193, 321), 136, 392),
     ],
 )
 def test_rows_of_groups_times_weights_of_four_bits_that_stand(sizes, n, k, x_fmt):

@@ -112,6 +112,11 @@ class Scheduler<GroupedParams, kM, kCluster> {
   __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>& smem,
                                        const Ring<Config::kStages>& ring, int rank) {
     WorkTile work;
+    return next(from, work, smem, ring, rank);
+  }
+  template <class Config>
+  __device__ __forceinline__ bool next(TileSources& from, WorkTile& work, const Smem<Config>& smem,
+                                       const Ring<Config::kStages>& ring, int rank) {
     if (!take(from, work, rank)) return false;
     publish(smem, ring, work);
     return true;

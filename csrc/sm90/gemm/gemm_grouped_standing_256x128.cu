@@ -30,7 +30,7 @@ Status launch_standing(const GroupedGemmArgs& args, const Device& device) {
   CUtensorMap lhs, out{};
   using mxtile::sm90::tensor_map_2d;
   if (!tensor_map_2d(lhs, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, arrays.lhs_rows, arrays.k,
-                     arrays.lhs_ld, Config::kM) ||
+                     arrays.lhs_ld, 64) ||
       (!e.direct && !tensor_map_2d(out, map_type(e.out_dtype), width_of(e.out_dtype), e.out, e.m, n,
                                    e.ldo * width_of(e.out_dtype), 64)))
     return Status::unsupported;

@@ -17,21 +17,36 @@
 
 #include "gemm/gemm_grouped.cuh"
 #include "gemm/gemm_operands.cuh"
-#include "nvfp4/nvfp4_operand.cuh"
+#include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::sm90 {
+
+inline constexpr int kStandingTables = 31;  // standing_table()
 
 template <tile::Fp8 kLhs>
 struct StandingOperands : ByteOperands<kLhs> {
   static constexpr tile::Fp8 kRhs = tile::Fp8::e5m2;
 };
 
-// Tiles of rhs are of class 0 or 3.
+// Tiles of rhs are of class 0 or 3. A second wave without rows is left out.
 struct StandingScales : PowerOfTwoScales {
-  template <class Operands, int kWaves, class Turns, class Release, class Fetch>
-  static __device__ __forceinline__ void run(float (&sum)[kWaves][64], const Step<kWaves>& step,
-                                             const Turns&, const Release& release,
-                                             const Fetch& fetch) {
+  // What is decided about a step says it beside the mode; a factor has neither.
+  static constexpr uint32_t kSecond = 8;
+  template <int kWaves>
+  struct Step : sm90::Step<kWaves> {
+    bool second;
+    __device__ __forceinline__ void take(const ScalesAhead<kWaves>& ahead) {
+      second = (ahead.decided & kSecond) != 0;
+      ScalesAhead<kWaves> rest = ahead;
+      rest.decided &= ~kSecond;
+      sm90::Step<kWaves>::take(rest);
+    }
+  };
+
+  template <class Operands, int kWaves, class Release, class Fetch>
+  static __device__ __forceinline__ void run_waves(float (&sum)[kWaves][64],
+                                                   const sm90::Step<kWaves>& step,
+                                                   const Release& release, const Fetch& fetch) {
     if (step.mode == Mode::one) {
       step_one<Operands>(sum, step, release, fetch);
     } else if (step.mode == Mode::tile) {
@@ -40,6 +55,23 @@ struct StandingScales : PowerOfTwoScales {
       step_blocks<Mode::block_tile, Operands>(sum, step, release, fetch);
     } else {
       step_far<Operands>(sum, step, release, fetch);
+    }
+  }
+
+  template <class Operands, class Turns, class Release, class Fetch>
+  static __device__ __forceinline__ void run(float (&sum)[2][64], const Step<2>& step, const Turns&,
+                                             const Release& release, const Fetch& fetch) {
+    if (step.second || step.mode == Mode::block_tile || step.mode == Mode::far)
+      return run_waves<Operands>(sum, step, release, fetch);
+    sm90::Step<1> first;
+    static_cast<StepPlaces&>(first) = step;
+    first.rows[0] = step.rows[0], first.rows[1] = step.rows[1];
+    first.factor = step.factor;
+    auto& alone = reinterpret_cast<float (&)[1][64]>(sum);
+    if (step.mode == Mode::one) {
+      step_one<Operands>(alone, first, release, fetch);
+    } else {
+      step_tile<Operands>(alone, first, release, fetch);
     }
   }
 };
@@ -55,12 +87,14 @@ struct StandingConfig : GemmConfig<BlockShape<256, 3, 1, 1>, Operands, StandingS
   static constexpr int kRawAt = (Base::kSmem + 127) / 128 * 128;
   static constexpr int kSaid = kRawAt + kRaw * kRawBytes;
   static constexpr int kRawBarriers = kSaid + 16 * kRaw;
-  static constexpr int kSmem = kRawBarriers + 3 * 8 * kRaw;
+  static constexpr int kTables = kRawBarriers + 3 * 8 * kRaw;  // standing_table()
+  static constexpr int kSmem = kTables + 8 * kStandingTables;
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
   static constexpr int kOtherRegs = 24, kUnpackRegs = 40, kMathRegs = 224;
 };
 
-// Stages of codes, and what is said of each: how its bytes become factors, and whether it is one.
+// Stages of codes, and what is said of each: where its bytes find their tables, and whether it is
+// one.
 template <class Config>
 struct RawSmem {
   char* base;
@@ -71,6 +105,9 @@ struct RawSmem {
   __device__ __forceinline__ uint32_t said(int i) const {
     return tile::smem_addr(base + Config::kSaid + 16 * i);
   }
+  __device__ __forceinline__ uint32_t tables() const {
+    return tile::smem_addr(base + Config::kTables);
+  }
   __device__ __forceinline__ uint64_t* full(int i) const {
     return reinterpret_cast<uint64_t*>(base + Config::kRawBarriers) + i;
   }
@@ -78,30 +115,35 @@ struct RawSmem {
   __device__ __forceinline__ uint64_t* ready(int i) const { return full(2 * Config::kRaw + i); }
 };
 
-// As produce() in gemm_kernel.cuh, of lhs.
+// As produce() in gemm_kernel.cuh, of lhs: as many waves of 64 rows as have some.
 template <class Config>
 __device__ __forceinline__ void ask_for_rows(const GroupedParams& p, const CUtensorMap& lhs_map,
                                              const Smem<Config>& smem) {
   using Promotion = typename Config::Promotion;
-  constexpr int kTile = Promotion::kLhsTileBytes;
+  constexpr int kTile = Promotion::kLhsTileBytes, kWave = 64 * 128;
   const bool leader = tile::elect_one();
   Ring<Config::kStages> ring;
   ScheduleOf<Config, GroupedParams> schedule(p);
   TileSources from;
-  while (schedule.next(from, smem, ring, 0)) {
+  WorkTile work;
+  while (schedule.next(from, work, smem, ring, 0)) {
     const uint32_t* at = Promotion::lhs_scales(p.lhs_scales, from.lhs_tile);
+    const int waves = min(Config::kM / 64, (work.m_end - work.m0 + 63) / 64);
 #pragma unroll 1
     for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
       const int s = ring.stage;
       const uint32_t full = tile::smem_addr(smem.full(s)), ready = tile::smem_addr(smem.ready(s)),
-                     scales = tile::smem_addr(smem.scales(s));
+                     scales = tile::smem_addr(smem.scales(s)), to = tile::smem_addr(smem.lhs(s));
       tile::mbar_wait_asleep(smem.empty(s), ring.phase ^ 1);
       if (leader) {
         tile::mbar_arrive_expect(full, Config::kLhsScaleBytes);
         tile::bulk_load(scales, at, kTile, full);
         tile::bulk_load(scales + kTile, at + from.second * Promotion::kLhsTileWords, kTile, full);
-        tile::mbar_arrive_expect(ready, Config::kLhsBytes);
-        tile::tma_load(smem.lhs(s), &lhs_map, smem.ready(s), from.k0, from.m_row);
+        tile::mbar_arrive_expect(ready, waves * kWave);
+#pragma unroll
+        for (int w = 0; w < Config::kM / 64; ++w)
+          if (w < waves)
+            tile::tma_load(to + w * kWave, &lhs_map, ready, from.k0, from.m_row + 64 * w);
       }
       at += p.lhs_tiles * Promotion::kLhsTileWords;
     }
@@ -151,7 +193,7 @@ __device__ __forceinline__ void ask_for_standing(const GroupedParams& p,
 struct StandingTile {
   static constexpr uint32_t kLeast = kMxfp4Bias + 127 + kMxfp4Least, kMostApart = 16;
   uint32_t cls, exponent;       // of the tile: its class, and E of the words
-  uint32_t floor, factor, add;  // of bytes, two at a time, to what fp16 codes are multiplied by
+  uint32_t floor, factor, add;  // of bytes, two at a time, to the places of their tables
 
   // By a warp, of all 512 bytes.
   __device__ __forceinline__ StandingTile(uint32_t scales, int lane) {
@@ -173,10 +215,10 @@ struct StandingTile {
     const uint32_t e = empty ? 128 : top - 0x8000 + kLeast - kMxfp4Bias;  // the largest
     exponent = e - 1;
     cls = empty || top - 0x8000 - bottom <= kMostApart ? 0 : 3;
-    // Codes are 2^-14 of their numbers where they are copied to: the largest factor is 2^15.
-    floor = cls == 0 ? (e + kMxfp4Bias - 30) * 0x10001u : 0;
-    factor = cls == 0 ? 1024 : 0;
-    add = cls == 0 ? 0 - 1024 * floor : 0x74007400u;
+    // The last table is that of the largest.
+    floor = cls == 0 ? (e + kMxfp4Bias - (kStandingTables - 1)) * 0x10001u : 0;
+    factor = cls == 0 ? 8 : 0;
+    add = cls == 0 ? 0 - 8 * floor : 29 * 8 * 0x10001u;
   }
   // The scale word of row r of the tile.
   __device__ __forceinline__ uint32_t word(uint32_t scales, int r) const {
@@ -251,20 +293,97 @@ __device__ __forceinline__ void prepare_both(const GroupedParams& p, const Smem<
                            columns + t * Promotion::kPreparedBytes,
                            columns + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * t, lane);
       __syncwarp();
-      if (lane == 0) tile::mbar_arrive(smem.ready(s));
+      if (lane == 0) {
+#pragma unroll
+        for (int t = 0; t < Config::kLhsTiles; ++t) {
+          const uint32_t at = columns + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * t;
+          uint32_t decided = tile::ld_shared_u32(at);
+          // NOTE: 2^-146, whose only bit this is, is a factor of every row as well.
+          if (decided == Promotion::kSecond) decided = static_cast<uint32_t>(Mode::tile);
+          if (work.m0 + 128 * t + 64 < work.m_end) decided |= Promotion::kSecond;
+          tile::st_shared_u32(at, decided);
+        }
+        tile::mbar_arrive(smem.ready(s));
+      }
     }
     schedule.await(smem.full(ring.stage), ring.phase);
   }
 }
 
-// For the warpgroup that unpacks.
+// What the eight magnitudes of E2M1 times 2^(f - 29) are in E5M2; below 2^-16 nothing counts.
+__device__ __forceinline__ uint2 standing_table(int f) {
+  uint32_t words[2] = {};
+  for (int code = 1; code < 8 && f > 0; ++code) {
+    const int field = code / 2 + f - 15, mantissa = code == 1 ? 0 : code % 2;
+    const uint32_t byte = field > 0 ? 4 * field + 2 * mantissa : (2 + mantissa) >> min(-field, 31);
+    words[code / 4] |= byte << 8 * (code % 4);
+  }
+  return {words[0], words[1]};
+}
+
+// Sixteen codes of rows g and g + 8 as bytes of E5M2, of the words of two pairs of lanes. Of a
+// word's halves, which are neighbours along K, bits 8 to 6 are a magnitude of row g, 2 to 0 that of
+// 8 of K on, 5 to 3 and 11 to 9 the same of row g + 8; bits 15, 14, 12 and 13 are their signs.
+struct StandingOrder {
+  uint32_t low, high, signs;  // selectors: of bytes in the order of tables, and as they leave
+
+  // swapped: the second lane of a pair comes first.
+  __device__ __forceinline__ explicit StandingOrder(bool swapped)
+      : low(swapped ? 0x2604 : 0x6240),
+        high(swapped ? 0x3715 : 0x7351),
+        signs(swapped ? 0x3175 : 0x7531) {}
+};
+struct StandingPart {
+  uint32_t w[4];
+  uint2 tables[2];  // of row g, of g + 8
+
+  __device__ __forceinline__ void read(uint32_t at, int other, uint32_t all, uint32_t by) {
+    w[0] = tile::ld_shared_u32(at), w[1] = tile::ld_shared_u32(at + other);
+    w[2] = tile::ld_shared_u32(at + 32), w[3] = tile::ld_shared_u32(at + other + 32);
+    tables[0] = tile::ld_shared_u32x2(all + (by & 0xFFFF));
+    tables[1] = tile::ld_shared_u32x2(all + (by >> 16));
+  }
+  template <bool kEight>
+  __device__ __forceinline__ uint4 make(const StandingOrder& order) const {
+    const uint2 a = four_and_four<kEight>(w[0], w[1], order),
+                b = four_and_four<kEight>(w[2], w[3], order);
+    return make_uint4(a.x, b.x, a.y, b.y);
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t look_up(const uint2& table, uint32_t four,
+                                                     uint32_t sign) {
+    return __byte_perm(table.x, table.y, four + (four >> 12)) | (sign & 0x80808080u);
+  }
+  // Four codes, and those of 8 of K on.
+  template <bool kEight>
+  __device__ __forceinline__ uint2 four_and_four(uint32_t a, uint32_t b,
+                                                 const StandingOrder& order) const {
+    constexpr uint32_t kMask = 0x07070707u;
+    const uint32_t q = __byte_perm(a, b, order.low), h = __byte_perm(a, b, order.high),
+                   sign = __byte_perm(a, b, order.signs);
+    if constexpr (kEight)
+      return {look_up(tables[1], q >> 3 & kMask, sign << 3),
+              look_up(tables[1], h >> 1 & kMask, sign << 2)};
+    return {look_up(tables[0], (h << 2 & 0x04040404u) | (q >> 6 & 0x03030303u), sign),
+            look_up(tables[0], q & kMask, sign << 1)};
+  }
+};
+
+// For the warpgroup that unpacks. A thread makes 16 of K of two rows from the words of four lanes.
 template <class Config>
 __device__ __forceinline__ void unpack_steps(const Smem<Config>& smem, const RawSmem<Config>& raw) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
-  const int warp = __shfl_sync(~0u, thread / 32, 0), g = lane / 4, t = lane % 4;
-  const uint32_t to0 = warp * 4096 + g * 128 + g * 16 + 2 * t;  // in rhs: its first code
-  const uint32_t codes0 = raw.codes(0) + 2 * warp * kNvfp4Codes + lane * 16,
+  const int warp = __shfl_sync(~0u, thread / 32, 0), g = lane % 8, j = lane / 8;
+  // NOTE: rows two apart would meet in a bank.
+  const bool swapped = g / 2 % 2 != 0;
+  const StandingOrder order(swapped);
+  const uint32_t to0 = tile::smem_addr(smem.rhs(0)) + warp * 4096 + g * 128 + (g ^ j) * 16;
+  const uint32_t codes0 =
+                     raw.codes(0) + 2 * warp * kNvfp4Codes + g * 64 + j * 4 + (swapped ? 16 : 0),
                  scales0 = raw.scales(0) + 2 * warp * kMxfp4Scales + 8 * g;
+  const uint32_t select = j < 2 ? 0x4140 : 0x4342, tables = raw.tables();
+  const int other = swapped ? -16 : 16;
   Ring<Config::kRaw> from;
   Ring<Config::kStages> ring;
   for (;; from.next(), ring.next()) {
@@ -272,30 +391,29 @@ __device__ __forceinline__ void unpack_steps(const Smem<Config>& smem, const Raw
     tile::mbar_wait(raw.ready(i), from.phase);
     const uint4 said = tile::ld_shared_u32x4(raw.said(i));
     if (said.x == 0) break;
-    const uint32_t codes_at = codes0 + i * Config::kRawBytes;
-    uint4 four = tile::ld_shared_u32x4(codes_at);
+    const uint32_t codes_at = codes0 + i * Config::kRawBytes, to = to0 + s * Config::kRhsBytes;
+    uint2 bytes[2];
+#pragma unroll
+    for (int quad = 0; quad < 2; ++quad)
+      bytes[quad] = tile::ld_shared_u32x2(scales0 + i * Config::kRawBytes + quad * kMxfp4Scales);
+    // NOTE: a part is asked for before the one before it is made: nobody else on its scheduler
+    // hides how long shared memory takes.
+    StandingPart part[2];
+    const auto ask = [&](int n) {
+      const uint32_t four = n % 2 ? bytes[n / 2].y : bytes[n / 2].x;
+      const uint32_t by = __vmaxu2(__byte_perm(four, 0, select), said.y) * said.z + said.w;
+      part[n % 2].read(codes_at + n * 512, other, tables, by);
+    };
+    ask(0);
     tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {  // halves of two quads
-      const uint32_t to = to0 + s * Config::kRhsBytes + part / 2 * 2048;
-      // What codes of blocks of row g, and of row g + 8, are multiplied by. NOTE: those of blocks
-      // that do not count are zeros, and must not meet an infinity.
-      const uint32_t bytes = tile::ld_shared_u32(scales0 + i * Config::kRawBytes +
-                                                 part / 2 * kMxfp4Scales + part % 2 * 4);
-      const uint32_t codes[4] = {four.x, four.y, four.z, four.w};
-      if (part < 3) four = tile::ld_shared_u32x4(codes_at + (part + 1) * 512);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {  // of 16 of K
-        const uint32_t by =
-            __vmaxu2(__byte_perm(bytes, 0, j < 2 ? 0x4140 : 0x4342), said.y) * said.z + said.w;
-        uint32_t a[4];
-        Nvfp4Operand<true>::make(a, codes[j], by);
-#pragma unroll
-        for (int p = 0; p < 4; ++p) a[p] = __byte_perm(a[p], 0, 0x4431);  // E5M2
-        auto* const at = reinterpret_cast<uint16_t*>(smem.rhs(0) + (to ^ 16 * (part % 2 * 4 + j)));
-        at[0] = static_cast<uint16_t>(a[0]), at[4] = static_cast<uint16_t>(a[2]);
-        at[512] = static_cast<uint16_t>(a[1]), at[516] = static_cast<uint16_t>(a[3]);
-      }
+    for (int n = 0; n < 4; ++n) {  // halves of two quads
+      if (n < 3) ask(n + 1);
+      const StandingPart& own = part[n % 2];
+      const uint32_t there = (to ^ 64 * (n % 2)) + n / 2 * 2048;
+      const uint4 row = own.make<false>(order), row8 = own.make<true>(order);
+      tile::st_shared_u32x4(there, row);
+      tile::st_shared_u32x4(there + 1024, row8);
     }
     tile::fence_async_proxy();
     __syncwarp();
@@ -329,6 +447,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       tile::mbar_init(raw.full(i), 1), tile::mbar_init(raw.ready(i), 1),
           tile::mbar_init(raw.empty(i), 1 + Config::kUnpackWarps);
     tile::mbar_init_fence();
+  }
+  if (threadIdx.x < kStandingTables) {
+    const uint2 table = standing_table(static_cast<int>(threadIdx.x));
+    tile::st_shared_u32x2(raw.tables() + 8 * threadIdx.x, table.x, table.y);
   }
   __syncthreads();
   // NOTE: nothing that another kernel writes is read, and nothing written, before this.

@@ -9,8 +9,8 @@
 namespace te_mx::sm90 {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kPart = kThreads;  // slots of a CTA
+// Of a CTA, which places as many slots; few slots have few, who wait less for each other.
+constexpr int kMostThreads = 1024, kFewThreads = 128, kMostWarps = kMostThreads / 32;
 
 // The expert by which a slot is sorted, -1 for none.
 __device__ __forceinline__ int expert_of(const MoeAlignArgs& a, int64_t slot) {
@@ -19,22 +19,25 @@ __device__ __forceinline__ int expert_of(const MoeAlignArgs& a, int64_t slot) {
   return expert >= 0 && expert < a.experts ? expert : -1;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostThreads)
     moe_align_kernel(const __grid_constant__ MoeAlignArgs a) {
   __shared__ int32_t counts[kMostExperts];  // of all slots
   __shared__ int32_t starts[kMostExperts];  // of those before the part; where its own ones go
-  __shared__ int32_t slots[kPart];          // the experts of the part's slots
-  __shared__ int32_t warp_sums[kWarps];
+  __shared__ int32_t slots[kMostThreads];   // the experts of the part's slots
+  __shared__ int32_t warp_sums[kMostWarps];
+  const int threads = static_cast<int>(blockDim.x);
   const int me = static_cast<int>(threadIdx.x), warp = me / 32, lane = me % 32;
   const int experts = static_cast<int>(a.experts), cta = static_cast<int>(blockIdx.x);
-  const int64_t first = int64_t{cta} * kPart;
-  for (int e = me; e < experts; e += kThreads) counts[e] = starts[e] = 0;
+  const int64_t first = int64_t{cta} * threads;
+  for (int e = me; e < experts; e += threads) counts[e] = starts[e] = 0;
   mxtile::sm90::await_predecessors();
+  // NOTE: not before. Who starts now finds nothing of earlier lists in L1 once it may read.
+  mxtile::sm90::let_dependents_start();
   __syncthreads();
   slots[me] = -1;
-  for (int64_t i = me; i < a.routed; i += kThreads) {
+  for (int64_t i = me; i < a.routed; i += threads) {
     const int expert = expert_of(a, i);
-    if (i >= first && i < first + kPart) slots[i - first] = expert;
+    if (i >= first && i < first + threads) slots[i - first] = expert;
     if (expert < 0) continue;
     atomicAdd(&counts[expert], 1);
     if (i < first) atomicAdd(&starts[expert], 1);
@@ -42,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   // Every thread has some experts that follow each other, whose blocks begin behind `end`.
-  const int each = (experts + kThreads - 1) / kThreads;
+  const int each = (experts + threads - 1) / threads;
   const int from = min(me * each, experts), to = min(from + each, experts);
   const auto padded = [&](int e) { return (counts[e] + a.block_m - 1) / a.block_m * a.block_m; };
   int mine = 0;
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 31) warp_sums[warp] = end;
   __syncthreads();
   int used = 0;
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < threads / 32; ++w) {
     if (w < warp) end += warp_sums[w];
     used += warp_sums[w];
   }
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool same = __shfl_sync(~0u, expert, d) == expert;
     all += same, before += same && d < lane;
   }
-  const int left = static_cast<int>(min(int64_t{kPart}, max(int64_t{0}, a.routed - first)));
+  const int left = static_cast<int>(min(int64_t{threads}, max(int64_t{0}, a.routed - first)));
   int at = -1;
   for (int w = 0; w < (left + 31) / 32; ++w) {
     if (w == warp && expert >= 0) at = starts[expert] + before;
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     if (at >= 0 && a.sorted_token_ids != nullptr) a.sorted_token_ids[at] = slot;
     if (at >= 0 && a.rows != nullptr) a.rows[at] = slot / a.top_k;
   }
-  const int64_t thread = int64_t{cta} * kThreads + me, step = int64_t{gridDim.x} * kThreads;
+  const int64_t thread = int64_t{cta} * threads + me, step = int64_t{gridDim.x} * threads;
   if (a.sorted_token_ids != nullptr)
     for (int64_t i = used + thread; i < a.positions; i += step)
       a.sorted_token_ids[i] = static_cast<int>(a.routed);
@@ -118,8 +121,10 @@ Status moe_align(const MoeAlignArgs& a) {
   constexpr int64_t kMost = int64_t{1} << 30;
   if (a.experts > kMostExperts || a.positions >= kMost || a.routed >= kMost)
     return Status::unsupported;
-  const dim3 grid(static_cast<unsigned>(a.routed / kPart + 1));
-  return launch_early(moe_align_kernel, {grid, kThreads, a.execution.stream}, a);
+  const int threads =
+      a.routed < kFewThreads && a.experts <= kFewThreads ? kFewThreads : kMostThreads;
+  const dim3 grid(static_cast<unsigned>(a.routed / threads + 1));
+  return launch_early(moe_align_kernel, {grid, dim3(threads), a.execution.stream}, a);
 }
 
 }  // namespace te_mx::sm90

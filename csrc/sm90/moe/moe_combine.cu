@@ -21,6 +21,7 @@ struct Four {
 __device__ __forceinline__ Four load_four(const float* row, int left, bool vectors) {
   Four four{};
   if (vectors) {
+    if (left == 0) return four;
     const float4 v = __ldg(reinterpret_cast<const float4*>(row));
     return {{v.x, v.y, v.z, v.w}};
   }
@@ -29,42 +30,46 @@ __device__ __forceinline__ Four load_four(const float* row, int left, bool vecto
   return four;
 }
 
+// Grid: x = tokens, a part of the columns after the other.
 __global__ void __launch_bounds__(kThreads, 4)
-    moe_combine_kernel(const __grid_constant__ MoeCombineArgs a, bool vectors) {
+    moe_combine_kernel(const __grid_constant__ MoeCombineArgs a, bool vectors, int parts) {
   mxtile::sm90::let_dependents_start();
   mxtile::sm90::await_predecessors();
-  const int64_t quads = (a.n + 3) / 4;
-  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (at >= a.tokens * quads) return;
-  const int64_t token = at / quads, column = at % quads * 4;
-  const int left = static_cast<int>(min(int64_t{4}, a.n - column));
-  const int64_t slot0 = token * a.top_k;
+  const unsigned part = blockIdx.x % static_cast<unsigned>(parts);
+  const int64_t token = blockIdx.x / static_cast<unsigned>(parts), slot0 = token * a.top_k;
+  const int64_t column = 4 * (int64_t{part} * blockDim.x + threadIdx.x);
+  const int left = static_cast<int>(max(int64_t{0}, min(int64_t{4}, a.n - column)));
+  const float* const values = a.values + column;
   float sums[4] = {};
+#pragma unroll 1
   for (int first = 0; first < a.top_k; first += kAtOnce) {
-    Four values[kAtOnce];
-    float weights[kAtOnce];
-    bool there[kAtOnce];
+    // A lane asks for the slot that is its own, of kAtOnce; a row of -1 does not count.
+    const int own = first + static_cast<int>(threadIdx.x) % kAtOnce;
+    int row = -1;
+    float weight = 1.0f;
+    if (own < a.top_k) {
+      const int64_t slot = slot0 + own;
+      row = a.slot_positions == nullptr ? static_cast<int>(slot) : __ldg(a.slot_positions + slot);
+      if (a.weights != nullptr) weight = __ldg(a.weights + slot);
+      const int expert = a.slot_experts == nullptr ? 0 : __ldg(a.slot_experts + slot);
+      if (a.slot_experts != nullptr && (expert < 0 || expert >= a.experts)) row = -1;
+    }
+    Four four[kAtOnce];
     // NOTE: everything is asked for before anything is looked at.
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      there[j] = first + j < a.top_k;
-      if (!there[j]) continue;
-      const int64_t slot = slot0 + first + j;
-      const int at =
-          a.slot_positions == nullptr ? static_cast<int>(slot) : __ldg(a.slot_positions + slot);
-      values[j] = load_four(a.values + int64_t{max(at, 0)} * a.n + column, left, vectors);
-      weights[j] = a.weights == nullptr ? 1.0f : __ldg(a.weights + slot);
-      const int expert = a.slot_experts == nullptr ? 0 : __ldg(a.slot_experts + slot);
-      there[j] = at >= 0 && (a.slot_experts == nullptr || (expert >= 0 && expert < a.experts));
+      const int64_t at = max(__shfl_sync(~0u, row, j), 0);
+      four[j] = load_four(values + at * a.n, first + j < a.top_k ? left : 0, vectors);
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (!there[j]) continue;
+      const float by = __shfl_sync(~0u, weight, j);
+      if (__shfl_sync(~0u, row, j) < 0) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sums[i] = __fadd_rn(sums[i], __fmul_rn(values[j].v[i], weights[j]));
+      for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(four[j].v[i], by));
     }
   }
+  if (left == 0) return;
   if (vectors && a.out_dtype != DType::f32) {
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(a.out) + token * a.n + column) = {
         pair_of(a.out_dtype, sums[0], sums[1]), pair_of(a.out_dtype, sums[2], sums[3])};
@@ -81,13 +86,17 @@ Status moe_combine(const MoeCombineArgs& a) {
   if (a.values == nullptr || a.out == nullptr || a.top_k < 1 || !known(a.out_dtype))
     return Status::bad_argument;
   if (a.tokens * a.top_k >= int64_t{1} << 30) return Status::unsupported;
-  const int64_t threads = a.tokens * ((a.n + 3) / 4), ctas = (threads + kThreads - 1) / kThreads;
+  // As few threads as have the columns of a token in so many parts.
+  const int64_t quads = (a.n + 3) / 4, parts = (quads + kThreads - 1) / kThreads;
+  const int64_t ctas = a.tokens * parts;
   if (ctas == 0) return Status::ok;
   if (ctas > INT32_MAX) return Status::unsupported;
   const bool vectors = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.values) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(a.out) % 8 == 0;
-  const dim3 grid(static_cast<unsigned>(ctas));
-  return launch_early(moe_combine_kernel, {grid, kThreads, a.execution.stream}, a, vectors);
+  const auto threads = static_cast<unsigned>(((quads + parts - 1) / parts + 31) / 32 * 32);
+  return launch_early(moe_combine_kernel,
+                      {dim3(static_cast<unsigned>(ctas)), dim3(threads), a.execution.stream}, a,
+                      vectors, static_cast<int>(parts));
 }
 
 }  // namespace te_mx::sm90
