@@ -321,17 +321,21 @@ __device__ __forceinline__ uint2 standing_table(int f) {
   return {words[0], words[1]};
 }
 
-// Sixteen codes of rows g and g + 8 as bytes of E5M2, of the words of two pairs of lanes. Of a
-// word's halves, which are neighbours along K, bits 8 to 6 are a magnitude of row g, 2 to 0 that of
-// 8 of K on, 5 to 3 and 11 to 9 the same of row g + 8; bits 15, 14, 12 and 13 are their signs.
+// Sixteen codes of rows g and g + 8 as bytes of E5M2, of the words of two pairs of lanes. A word's
+// halves are neighbours along K, each with four codes, of whose bits the lowest comes first here:
+// row g 6, 7, 8 and 15; the same of row g + 8 3, 4, 5 and 12; row g, 8 of K on, 0, 1, 2 and 9; the
+// same of row g + 8 14, 10, 11 and 13, with the second neighbour in the lower half.
 struct StandingOrder {
-  uint32_t low, high, signs;  // selectors: of bytes in the order of tables, and as they leave
+  // Selectors: of bytes in the order of tables, and as they leave; two of them with halves changed.
+  uint32_t low, high, signs, last, last_signs;
 
   // swapped: the second lane of a pair comes first.
   __device__ __forceinline__ explicit StandingOrder(bool swapped)
       : low(swapped ? 0x2604 : 0x6240),
         high(swapped ? 0x3715 : 0x7351),
-        signs(swapped ? 0x3175 : 0x7531) {}
+        signs(swapped ? 0x3175 : 0x7531),
+        last(swapped ? 0x1537 : 0x5173),
+        last_signs(swapped ? 0x1357 : 0x5713) {}
 };
 struct StandingPart {
   uint32_t w[4];
@@ -360,13 +364,16 @@ struct StandingPart {
   __device__ __forceinline__ uint2 four_and_four(uint32_t a, uint32_t b,
                                                  const StandingOrder& order) const {
     constexpr uint32_t kMask = 0x07070707u;
-    const uint32_t q = __byte_perm(a, b, order.low), h = __byte_perm(a, b, order.high),
-                   sign = __byte_perm(a, b, order.signs);
-    if constexpr (kEight)
+    const uint32_t q = __byte_perm(a, b, order.low), sign = __byte_perm(a, b, order.signs);
+    if constexpr (kEight) {
+      const uint32_t h = __byte_perm(a, b, order.last);
       return {look_up(tables[1], q >> 3 & kMask, sign << 3),
-              look_up(tables[1], h >> 1 & kMask, sign << 2)};
+              look_up(tables[1], (h >> 1 & 0x06060606u) | (h >> 6 & 0x01010101u),
+                      __byte_perm(a, b, order.last_signs) << 2)};
+    }
+    const uint32_t h = __byte_perm(a, b, order.high);
     return {look_up(tables[0], (h << 2 & 0x04040404u) | (q >> 6 & 0x03030303u), sign),
-            look_up(tables[0], q & kMask, sign << 1)};
+            look_up(tables[0], q & kMask, sign << 6)};
   }
 };
 
