@@ -326,16 +326,11 @@ __device__ __forceinline__ uint2 standing_table(int f) {
 // row g 6, 7, 8 and 15; the same of row g + 8 3, 4, 5 and 12; row g, 8 of K on, 0, 1, 2 and 9; the
 // same of row g + 8 14, 10, 11 and 13, with the second neighbour in the lower half.
 struct StandingOrder {
-  // Selectors: of bytes in the order of tables, and as they leave; two of them with halves changed.
-  uint32_t low, high, signs, last, last_signs;
+  uint32_t low, high;  // selectors of bytes in the order of tables
 
   // swapped: the second lane of a pair comes first.
   __device__ __forceinline__ explicit StandingOrder(bool swapped)
-      : low(swapped ? 0x2604 : 0x6240),
-        high(swapped ? 0x3715 : 0x7351),
-        signs(swapped ? 0x3175 : 0x7531),
-        last(swapped ? 0x1537 : 0x5173),
-        last_signs(swapped ? 0x1357 : 0x5713) {}
+      : low(swapped ? 0x2604 : 0x6240), high(swapped ? 0x3715 : 0x7351) {}
 };
 struct StandingPart {
   uint32_t w[4];
@@ -355,23 +350,23 @@ struct StandingPart {
   }
 
  private:
+  // exchanged: neighbours stand in each other's place.
   __device__ __forceinline__ static uint32_t look_up(const uint2& table, uint32_t four,
-                                                     uint32_t sign) {
-    return __byte_perm(table.x, table.y, four + (four >> 12)) | (sign & 0x80808080u);
+                                                     uint32_t sign, bool exchanged = false) {
+    const uint32_t places = exchanged ? (four >> 16) + (four << 4) : four + (four >> 12);
+    return __byte_perm(table.x, table.y, places) | (sign & 0x80808080u);
   }
   // Four codes, and those of 8 of K on.
   template <bool kEight>
   __device__ __forceinline__ uint2 four_and_four(uint32_t a, uint32_t b,
                                                  const StandingOrder& order) const {
     constexpr uint32_t kMask = 0x07070707u;
-    const uint32_t q = __byte_perm(a, b, order.low), sign = __byte_perm(a, b, order.signs);
-    if constexpr (kEight) {
-      const uint32_t h = __byte_perm(a, b, order.last);
+    const uint32_t q = __byte_perm(a, b, order.low), h = __byte_perm(a, b, order.high),
+                   sign = __byte_perm(h, 0, 0x3120);  // as they leave
+    if constexpr (kEight)
       return {look_up(tables[1], q >> 3 & kMask, sign << 3),
               look_up(tables[1], (h >> 1 & 0x06060606u) | (h >> 6 & 0x01010101u),
-                      __byte_perm(a, b, order.last_signs) << 2)};
-    }
-    const uint32_t h = __byte_perm(a, b, order.high);
+                      __byte_perm(h, 0, 0x1302) << 2, true)};
     return {look_up(tables[0], (h << 2 & 0x04040404u) | (q >> 6 & 0x03030303u), sign),
             look_up(tables[0], q & kMask, sign << 6)};
   }
