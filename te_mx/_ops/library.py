@@ -63,7 +63,7 @@ def is_direct(x: Tensor, *others: Tensor | None, modes: bool = True) -> bool:
 
 def are_direct(x: Tensor, *others: Tensor | None) -> bool:
     """The same, and whether all are on one device."""
-    if not is_direct(x):
+    if is_watched() or type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu) or x.is_neg():
         return False
     device = x.device
     for other in others:
@@ -71,6 +71,15 @@ def are_direct(x: Tensor, *others: Tensor | None) -> bool:
             other.device != device or type(other) not in _PLAIN or other.is_neg()
         ):
             return False
+    return True
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether a tensor is no shell of a transform that ended, which Function.apply takes off."""
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return False
     return True
 
 

@@ -217,7 +217,7 @@ def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
     entry = entry_of(x)
     if entry is not None:
         col = "" if held.x_col is None else plan.col
-        entry.fill(plan.row, col, rule, None, plan, held._replace(w_col=None))
+        entry.fill(plan.row, col, rule, None, plan, held)
 
 
 def find(x: Tensor, target: Target) -> Quantized | None:

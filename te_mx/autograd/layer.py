@@ -39,12 +39,20 @@ from torch import Tensor
 
 from te_mx._ops import Epilogue, Operand, Quantized, gemm_2d, quantized
 from te_mx._ops.fused import act_quantize_2d
-from te_mx._ops.library import are_direct, facts_of, is_watched
+from te_mx._ops.library import are_direct, facts_of, has_memory, is_watched
 from te_mx._ops.linear import layer_kernel
 from te_mx.autograd import input_cache, linear_recipe, norm, sequence_parallel, weight_parts
 from te_mx.autograd.grad_target import WeightGradient
 from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, QuantizedWeight, TracedWeight
-from te_mx.autograd.node import linked, needs_gradient, outputs, place, run_backward, tag_of
+from te_mx.autograd.node import (
+    NO_LINK,
+    linked,
+    needs_gradient,
+    outputs,
+    place,
+    run_backward,
+    tag_of,
+)
 from te_mx.autograd.norm import NormStep, Source, source_of
 from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped, surely, unflatten
 from te_mx.autograd.sequence_parallel import Tokens
@@ -412,7 +420,8 @@ class OneCall(NamedTuple):
     like: shape and dtype of x; norm: the dtype of the weight of the normalization; dtypes: of its
     bias, w1, b1, w2 and b2; need: which of x and all these have gradients. keeps: whether x is kept
     for backward, and the values of w1 and of w2. edges: of both weights in the graph. owner: of
-    errors.
+    errors. plain: kernels read the parameters of the normalization as they are, and make gradients
+    of their dtypes.
     """
 
     plan: LayerPlan
@@ -423,6 +432,7 @@ class OneCall(NamedTuple):
     keeps: tuple[bool, bool, bool]
     edges: tuple[int, int]
     owner: str
+    plain: bool
 
 
 # The weights and the call, and how it runs.
@@ -496,11 +506,14 @@ def _make_one(x: Tensor, p: Parameters, weights: Weights, call: Call) -> OneCall
         need_dz and step.norm is not None, need_dz and not first.kept,
         problem.second is not None and not problem.second.kept,
     )  # fmt: skip
+    plain = {*dtypes[:2]} <= {problem.norm_dtype, None} and not step.zero_centered
+    plain = plain and need.dx and need.norm_weight and (need.norm_bias or p.norm_bias is None)
     edge = 3 - dtypes[:2].count(None)
     edges = edge, edge + 2 - dtypes[3:4].count(None)
     return OneCall(
-        plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), need, keeps, edges, call.owner
-    )
+        plan, (x.shape, x.dtype), dtypes[0], tuple(dtypes[1:]), need, keeps, edges, call.owner,
+        plain,
+    )  # fmt: skip
 
 
 class OneCallLayer(torch.autograd.Function):
@@ -514,7 +527,11 @@ class OneCallLayer(torch.autograd.Function):
         weights, call, one = how
         plan, (keeps_x, keeps_w1, keeps_w2) = one.plan, one.keeps
         scale, shift = norm_weight, norm_bias
-        if one.norm is not None:
+        if one.norm is not None and not (
+            one.plain
+            and norm_weight.is_contiguous()  # type: ignore[union-attr]
+            and (norm_bias is None or norm_bias.is_contiguous())
+        ):
             scale, shift = call.step.as_read(norm_weight, norm_bias, plan.problem.norm_dtype)
         read: Any = (w1, None), (w2, None)
         saved: Any = w1 if keeps_w1 else None, None, w2 if keeps_w2 else None, None
@@ -526,12 +543,16 @@ class OneCallLayer(torch.autograd.Function):
                 LAST_RUN[tag] = kernel
         ctx.how, ctx.grad_targets = how, weights.grad_targets
         norms = (x, scale) if keeps_x else (None, None)
-        return linked(ctx, (*norms, *buffers, *saved), *((y,) if z is None else (y, z)))
+        made = (y,) if z is None else (y, z)
+        return linked(ctx, (*norms, *buffers, *saved), NO_LINK.detach(), *made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         made = run_backward(_backward_in_one_call, ctx.how[2].owner, ctx, *grads)
         return None, *made[: len(ctx.needs_input_grad) - 1]
+
+
+_run = super(torch.autograd.Function, OneCallLayer).apply  # as in autograd/linear.py
 
 
 def _with_kept(kept: Any, plan: LayerPlan, read: Any, saved: Any) -> tuple[Any, Any]:
@@ -584,7 +605,7 @@ def _backward_in_one_call(
         norms = x, scale.float(), lies.mean, lies.rstd
         dx, d_weight, d_bias = step.backward(dx, g_z, norms, one.like, need, one.dtypes[0])
         d_weight = None if d_weight is None else d_weight.to(one.norm)
-    elif d_weight is not None:
+    elif d_weight is not None and not one.plain:
         d_weight = _as(d_weight, one.norm) if need[1] else None
         d_bias = _as(d_bias, one.dtypes[0]) if need[2] else None
         dx = dx if need[0] else None
@@ -649,9 +670,9 @@ def linear_in_one_call(
     """y [..., N] of a linear layer, differentiable; None where its steps run one by one."""
     parameters = Parameters(None, None, weight_NK, bias_N)
     one = _plan(x, parameters, weights, call)
-    if one is None:
+    if one is None or not has_memory(x):
         return None
-    y: Tensor = OneCallLayer.apply((weights, call, one), x, None, None, weight_NK, bias_N)[0]
+    y: Tensor = _run((weights, call, one), x, None, None, weight_NK, bias_N)[0]
     return y
 
 
@@ -663,9 +684,9 @@ def run_layer(
     made = None
     if torch.is_grad_enabled():
         one = _plan(x, parameters, weights, call, facts)
-        if one is not None:
+        if one is not None and has_memory(x):
             count = 4 if call.act is None else 6
-            made = OneCallLayer.apply((weights, call, one), x, *parameters[:count])
+            made = _run((weights, call, one), x, *parameters[:count])
         elif needs_gradient(x, *parameters):
             of_norm, (w1, b1, *second) = parameters[:2], parameters[2:]
             made = LayerFunction.apply(x, *of_norm, *second, weights, call, w1, b1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d
-from te_mx._ops.library import are_direct, is_direct, is_watched
+from te_mx._ops.library import are_direct, facts_of, has_memory, is_direct, is_watched
 from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx._ops.linear import linear_kernel_of
 from te_mx.autograd import input_cache, layer, linear_recipe, sequence_parallel
@@ -38,7 +38,7 @@ from te_mx.autograd.linear_recipe import (
     on_codes,
     quantized_columns,
 )
-from te_mx.autograd.node import linked, outputs, place, run_backward, tag_of
+from te_mx.autograd.node import NO_LINK, linked, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
@@ -72,19 +72,16 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 _known = derived()
 
 
-def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call") -> LinearPlan | None:
-    """The plan that runs a call each way, or None; found at once where it ran one like it."""
+def plan_of(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call", facts: Any = None
+) -> LinearPlan | None:
+    """The plan that runs a call each way, or None; found at once where it ran one like it. facts:
+    what stands for those of the three tensors, if known."""
     settings, out_dtype, _, ready, save_x, _, tokens, lent = call
     need_dx, need_dw = x.requires_grad, weight_NK.requires_grad
     if lent is not None:
-        weight_NK = lent.local
-    if (
-        not (need_dx or need_dw)
-        or tokens is not None
-        or is_watched()
-        or x.is_neg()
-        or weight_NK.is_neg()
-    ):
+        weight_NK, facts = lent.local, None
+    if not (need_dx or need_dw) or tokens is not None or is_watched():
         return None
     columns, w_kept, specs = need_dw and not save_x, need_dx, None
     if ready is not None:
@@ -96,11 +93,8 @@ def plan_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: "Call") -
         w_kept = False
     # By the identity of the settings, which lives as long as the entry: a hash costs more.
     key = (
-        "one call", id(settings), out_dtype, columns, need_dx, w_kept, specs, x.shape, x.dtype,
-        x.device, type(x), weight_NK.shape, weight_NK.dtype, weight_NK.device, type(weight_NK),
-        None if (b := bias_N) is None else (
-            b.dtype, b.device, type(b), b.requires_grad, b.is_neg()
-        ),
+        "one call", id(settings), out_dtype, columns, w_kept, specs,
+        facts or facts_of(x, weight_NK, bias_N),
     )  # fmt: skip
     found = _known.get(key)
     if found is None:
@@ -154,28 +148,32 @@ class OneCallLinear(torch.autograd.Function):
         if shared:
             given = _given(x, plan, settings.scale_rule, columns)
         row = None if ready is None else ready.row
-        y, held = plan.forward(x, weight_NK, bias_N, given, row, shared, tag)
+        y, x_row, x_col, w_col = plan.forward(x, weight_NK, bias_N, given, row, shared, tag)
         if shared and given is None:
-            input_cache.put_held(x, plan, settings.scale_rule, held)
+            input_cache.put_held(x, plan, settings.scale_rule, Held(x_row, x_col))
         ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
-        ctx.call, ctx.plan, ctx.grad_targets = call, plan, (grad_target,)
+        ctx.how, ctx.grad_targets = (call, plan), (grad_target,)
         first = scales = w = None
         if columns:
-            assert held.x_col is not None
-            first, scales = held.x_col
+            assert x_col is not None
+            first, scales = x_col
         elif save_x and ctx.needs_input_grad[1]:
             first = x
         if not w_kept:
             w = weight_NK if need_dx else None
         elif ready is None:
-            w = held.w_col
-        return linked(ctx, (first, scales, w), y)
+            w = w_col
+        return linked(ctx, (first, scales, w), NO_LINK.detach(), y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         made = run_backward(_fused_backward, "te_mx.Linear", ctx, *grads)
-        lent = ctx.call.lent
+        lent = ctx.how[0].lent
         return made if lent is None else (made[0], lent.whole(made[1]), *made[2:])
+
+
+# Without a look at each argument for one of a transform that ended: `has_memory`.
+_run = super(torch.autograd.Function, OneCallLinear).apply
 
 
 def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
@@ -188,8 +186,8 @@ def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None
 def _fused_backward(
     ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    plan: LinearPlan = ctx.plan
-    call, (first, scales, w) = ctx.call, tensors
+    plan: LinearPlan
+    (call, plan), (first, scales, w) = ctx.how, tensors
     p, ready, x = plan.problem, call.kept, None
     x_col: Part | None = (first, scales) if p.x_columns else None
     w_col: Part | None = None
@@ -234,7 +232,7 @@ def _backward_into(
     ctx: Any, plan: LinearPlan, grad: Tensor, x_col: Part | None, w: Any, before: Tensor | None
 ) -> Gradients | None:
     """`LinearPlan.backward`, dw where its grad_target says; None where the steps have to run."""
-    call, direct, into = ctx.call, None, None
+    call, direct, into = ctx.how[0], None, None
     grad_target, tag = call.grad_target, call.tag
     node = ctx.next_functions[1][0] if call.lent is None else None  # of the weight in the graph
     if x_col is not None:
@@ -407,14 +405,17 @@ def gradients(
     return dx, dw_NK, db_N
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
+def linear(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call, facts: Any = None
+) -> Tensor:
     """x [..., K] -> [..., N], differentiable. Without anything to differentiate, rowwise operands
-    are all that is made; a parameter that is lent needs that."""
+    are all that is made; a parameter that is lent needs that. facts: as of `plan_of`."""
     enabled, uniform = torch.is_grad_enabled(), call.settings.is_uniform
     if enabled and uniform:
-        plan = plan_of(x, weight_NK, bias_N, call)
-        if plan is not None:
-            return OneCallLinear.apply(x, weight_NK, bias_N, call, plan)[0]
+        plan = plan_of(x, weight_NK, bias_N, call, facts)
+        if plan is not None and has_memory(x):
+            y: Tensor = _run(x, weight_NK, bias_N, call, plan)[0]
+            return y
     if enabled and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
@@ -424,9 +425,9 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
                 NormStep(None, False, call.out_dtype), None, call.settings, tags=(call.tag, -1)
             )
             weights = layer.Weights((call.kept, None), (call.grad_target, None))
-            y = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how)
-            if y is not None:
-                return y
+            made = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how)
+            if made is not None:
+                return made
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]
     settings = call.settings
     if call.kept is None and call.tokens is None:

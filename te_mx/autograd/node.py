@@ -285,14 +285,21 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
         ctx.linked = False
         ctx.save_for_backward(*saved)
         return made
-    return linked(ctx, saved, *made)
+    return linked(ctx, saved, torch.empty(0), *made)
 
 
-def linked(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
+# What links of code that nobody watches are detached of, which is faster than making them.
+with torch.inference_mode(False):
+    NO_LINK = torch.empty(0, device="cpu")
+
+
+def linked(
+    ctx: Any, saved: Sequence[Tensor | None], link: Tensor, *made: Tensor
+) -> tuple[Tensor, ...]:
     """The same, of code that is not compiled."""
     if _LOSES_NODES and type(ctx) not in _refusing:
         _refuse_split_backward(type(ctx))
-    link, ctx.linked = torch.empty(0), True
+    ctx.linked = True
     ctx.save_for_backward(*saved, link)
     if len(made) == 1:
         ctx.set_materialize_grads(False)  # or each backward pass makes zeros for the link

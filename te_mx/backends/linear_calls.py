@@ -182,33 +182,33 @@ class Calls(LinearPlan):
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, given: Held | None,
         weight: Operand | None = None, keep_row: bool = True, tag: int = -1,
-    ) -> tuple[Tensor, Held]:  # fmt: skip
+    ) -> tuple[Tensor, Part | None, Part | None, Tensor | None]:  # fmt: skip
         """As LinearPlan.forward, nothing empty. Without keep_row x's row lies in the workspace."""
-        room, make = self.room, x.new_empty
+        room = self.room
         _, _, k, x_columns, _, w_kept = self.shape
-        y = make(*self.y_shape, dtype=self.dtypes[3])
+        y = x.new_empty(*self.y_shape, dtype=self.dtypes[3])
         nbytes = room.temp if keep_row or given is not None else self.temp_and_row
         start = self.started(nbytes, x)
         x_row = x_col = w_col = None
         of_x: Any
         if given is not None:
-            x_row, x_col, _ = given
+            x_row, x_col = given
             col = x_col[0] if x_columns and x_col is not None else None  # nobody reads it here
             of_x = None, k, 1, *_base(x_row, room.x_row), col, True
         else:
             row: Any = start[0].data_ptr() + self.row_at
             if keep_row:
-                row = make(room.x_row[2], dtype=_U8)
+                row = start[0].new_empty(room.x_row[2])
                 x_row = row, None
             if x_columns:
-                x_col = make(room.x_col[2], dtype=_U8), None
+                x_col = start[0].new_empty(room.x_col[2]), None
             at = (x, k, 1) if x.is_contiguous() else self._matrix(x, k)
             of_x = *at, row, row, x_col and x_col[0], False
         if weight is not None:
             of_w: Any = None, k, 1, weight.codes, weight.scales, True
         else:
             if w_kept:
-                w_col = make(room.w_col[2], dtype=_U8)
+                w_col = start[0].new_empty(room.w_col[2])
             at = (w_NK, k, 1) if w_NK.is_contiguous() else self._matrix(w_NK, k)
             of_w = *at, None, None, False
         bias = _NOTHING if bias_N is None else (bias_N.contiguous(), FLOAT_DTYPES[bias_N.dtype])
@@ -219,7 +219,7 @@ class Calls(LinearPlan):
             raise self._not_run(ran)
         if tag >= 0:
             LAST_RUN[tag] = self.names[ran]
-        return y, Held(x_row, x_col, w_col)
+        return y, x_row, x_col, w_col
 
     def _not_run(self, ran: int) -> RuntimeError:
         self.supported(-ran)
@@ -348,7 +348,7 @@ def _written(out: Tensor) -> None:
 def _lies(part: Part) -> bool:
     """Whether a part is a buffer as kernels read it."""
     first, scales = part
-    return scales is None and first.is_contiguous() and first.data_ptr() % ALIGNMENT == 0
+    return scales is None and first.data_ptr() % ALIGNMENT == 0 and first.is_contiguous()
 
 
 def _saved(part: Part, spec: str, rows: int, k: int, what: str) -> Part:

@@ -43,11 +43,10 @@ Part = tuple[Tensor, Tensor | None]
 
 
 class Held(NamedTuple):
-    """The operands of a forward; None for what nobody needs. w_col: a buffer of the plan's own."""
+    """The operands of x; None for what nobody needs."""
 
     x_row: Part | None
     x_col: Part | None = None
-    w_col: Tensor | None = None
 
 
 class Weight(NamedTuple):
@@ -84,9 +83,10 @@ class LinearPlan:
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, given: Held | None,
         weight: Operand | None = None, keep_row: bool = True, tag: int = -1,
-    ) -> tuple[Tensor, Held]:  # fmt: skip
-        """(y [..., n], the operands). given: those of x, made before; weight: that of w. keep_row:
-        whether the rowwise operand of x is kept, too, for other layers."""
+    ) -> tuple[Tensor, Part | None, Part | None, Tensor | None]:  # fmt: skip
+        """(y [..., n], the operands of x as of Held, a buffer of the plan's own with the columns of
+        w). given: those of x, made before; weight: that of w. keep_row: whether the rowwise operand
+        of x is kept, too, for other layers."""
         raise NotImplementedError
 
     def backward(

@@ -134,7 +134,7 @@ def names_of(name: str, keys: Sequence[str]) -> tuple[str, ...]:
 NEVER: Any = object()
 _PLAIN = frozenset((nn.Parameter, type(None)))
 # What a copy starts without.
-TRANSIENT = "_seen", "_ran", "_tag", "_delayed", "_tp_group", "_gathered_with"
+TRANSIENT = "_seen", "_ran", "_tag", "_call", "_delayed", "_tp_group", "_gathered_with"
 
 
 class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):
@@ -166,11 +166,12 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         another rank's part, code outside of the graph that is being compiled, high precision, a
         transform of torch.func."""
         module: Any = self
-        if isinstance(inp, Proxy):
+        plain = type(inp) is Tensor
+        if not plain and isinstance(inp, Proxy):
             return None, self._as_leaf(inp, *before, is_first_microbatch=first)
         if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_tracing():
             return None, compiled.untraced(module.forward, inp, *before, first)
-        usual = type(inp) is Tensor and module._shared is None
+        usual = plain and module._shared is None
         usual = usual and _PLAIN.issuperset(map(type, module._parameters.values()))
         if not usual and self._is_spread(inp):
             return None, above.distributed.run(self, inp, *before, first)

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from te_mx._ops.library import facts_of
+from te_mx.context.region import is_tracing
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.recipe import Settings
 from te_mx.runtime.arguments import check_flag, check_size, shown, usable_device
-from te_mx.weights.ranks import is_gathered
 
 _LARGEST = 1 << 47  # elements: more than a process can address
 
@@ -88,6 +90,7 @@ def _holds_parameters(dtype: Any) -> bool:
     )
 
 
+_known = derived()
 _STRIDED = torch.strided
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -113,9 +116,10 @@ class Checked:
         """What holds a weight without a master; its codes first."""
         raise NotImplementedError
 
-    def _checked(self, inp: Tensor) -> tuple[Any, Any, Any]:
+    def _checked(self, inp: Tensor) -> tuple[Any, Any, Any, Any]:
         """Weight, bias, and the bias that is added, of a layer with one weight: raises unless y =
-        inp @ weight.T + bias can run quantized. One look where all is as usual."""
+        inp @ weight.T + bias can run quantized. One look where such were taken before; and what
+        stands for the facts of inp, weight and added, None where these are no plain ones."""
         layer: Any = self
         rows, cols = layer.out_features, layer.in_features
         held = layer._parameters
@@ -124,31 +128,26 @@ class Checked:
             bias = held["bias"]
         else:
             weight, bias = layer._weight_and_bias()
-        added = None if layer.return_bias else bias
+        added, key = None if layer.return_bias else bias, None
         if (
             type(inp) is Tensor
-            and not inp.is_nested
-            and weight is not None
-            and (type(weight) is nn.Parameter or is_gathered(weight))
-            and (added is None or type(added) is nn.Parameter)
-            and inp.dim()
-            and inp.shape[-1] == cols
-            and weight.shape == (rows, cols)
-            and (added is None or added.shape == (rows,))
-            and inp.device == weight.device
-            and (added is None or inp.device == added.device)
-            and inp.dtype in FLOATS
-            and weight.dtype in FLOATS
-            and (added is None or added.dtype in FLOATS)
-            and inp.layout is _STRIDED
+            and type(weight) is nn.Parameter
+            and not (is_tracing() or inp.is_nested)
         ):
-            return weight, bias, added
+            key = (
+                rows, cols, inp.layout, inp.shape, inp.dtype, inp.device, inp.requires_grad,
+                inp.is_neg(), weight.shape, weight.dtype, weight.device, weight.requires_grad,
+                weight.is_neg(), added if added is None else facts_of(added),
+            )  # fmt: skip
+            facts = _known.get(key)
+            if facts is not None:
+                return weight, bias, added, facts
         self._check_shape(inp, "in_features", cols)
         self._check_kind(inp)
         layer._source.check(layer, "weight", weight, (rows, cols), inp.device)
         if added is not None:
             self._check_parameter("bias", added, (rows,), inp.device)
-        return weight, bias, added
+        return weight, bias, added, None if key is None else derive(key, object())
 
     @staticmethod
     def _are_usual(inp: Tensor, size: int, parameters: Sequence[tuple[Any, Any]]) -> bool:

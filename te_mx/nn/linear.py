@@ -159,9 +159,9 @@ class Linear(split.SplitWeight, MXModule, nn.Linear):
         settings, made = self._enter(inp, is_first_microbatch)
         if settings is None:
             return made
-        weight, bias, added = self._checked(inp)
-        source = self._source
-        out = source.linear(self, inp, weight, added, settings, is_first_microbatch)
+        weight, bias, added, facts = self._checked(inp)
+        first, source = is_first_microbatch, self._source
+        out = source.linear(self, inp, weight, added, settings, first, facts=facts)
         return (out, bias) if self.return_bias else out
 
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:

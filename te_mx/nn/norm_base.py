@@ -36,6 +36,7 @@ from te_mx.weights.source import Prepared
 from te_mx.weights.traced import Traced
 
 _known = derived()
+NOTHING_KEPT = Weights()
 NARROW = torch.bfloat16, torch.float16
 
 
@@ -73,6 +74,7 @@ class NormModule(MXModule, nn.Module):
     _linear_names: tuple[str, ...] = ("weight", "bias")  # of the parameters of each linear layer
     _size_name = "in_features"
     _act: Activation | None = None  # between two layers
+    _call: Any = ()  # what the last call was, for others like it
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
     return_bias: bool
@@ -133,8 +135,15 @@ class NormModule(MXModule, nn.Module):
 
     # --------------------------------------------------------------------------- running a forward
     def _step(self, inp: Tensor) -> NormStep:
-        norm = None if self.normalization is None else Norm(self.normalization, self.eps)
-        return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
+        kind, dtype = self.normalization, output_dtype(inp)
+        key = "step", kind, self.eps, self.zero_centered_gamma, dtype
+        step: NormStep | None = None if is_tracing() else _known.get(key)
+        if step is None:
+            norm = None if kind is None else Norm(kind, self.eps)
+            step = NormStep(norm, self.zero_centered_gamma, dtype)
+            if not is_tracing():
+                derive(key, step)
+        return step
 
     def _plain_norm(self, inp: Tensor) -> Tensor:
         """The normalization outside te_mx.autocast: torch's, in the dtype of the result."""
@@ -220,31 +229,39 @@ class NormModule(MXModule, nn.Module):
         self, inp: Tensor, first: bool | None, settings: Settings, want_z: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """y, the last bias, and z at least if it is wanted."""
-        source, keys = self._source, self._weight_keys
+        source, weights = self._source, NOTHING_KEPT
         p, bias, facts = self._read(inp)
-        tags = self._tags()
-        need = needs_gradient(inp, p.norm_weight, p.norm_bias)
-        needs, added = {keys[0]: need}, p.b1
+        tags, prepared = self._tags(), source.prepared(self, inp, p, settings, first)
+        if prepared is not None:
+            one, two = prepared if len(prepared) > 1 else (*prepared, Prepared(settings))
+            if one.product is not None:
+                made = self._few(inp, p, (one.product, two.product), tags)
+                if made is not None:
+                    return made[0], bias, made[1]
+            settings, weights = one.settings, Weights((one.kept, two.kept))
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            queue = self._queue_of_call()
+            grad_targets: Any = [None, None]
+            for i, key in enumerate(self._weight_keys):
+                parts = self._gradients_of(key, p[2 + 2 * i])
+                grad_targets[i] = source.grad_target(self, parts, first, queue)
+            weights = Weights(weights.kept, tuple(grad_targets))
+        given = self._step(inp), self._act, settings, want_z, tags, self._tokens
+        call = self._call
+        if call[:-1] != given:
+            call = self.__dict__["_call"] = Call(*given)
+        out, z = run_layer(inp, p, weights, call, facts)
+        return out, bias, z
+
+    def _needs(self, inp: Tensor, p: Parameters) -> tuple[dict[str, bool], bool]:
+        """Of each weight, whether what it multiplies has a gradient; whether nothing has one, so
+        that kernels for few rows may be looked for."""
+        keys, need, added = self._weight_keys, needs_gradient(inp, *p[:2]), p.b1
+        needs = {keys[0]: need}
         if self._act is not None:
             needs[keys[1]] = need = need or needs_gradient(p.w1, p.b1)
             added = p.b2
-        plain = not (need or needs_gradient(added))
-        one, *others = source.prepared(self, needs, inp, settings, first, plain)
-        two = others[0] if others else Prepared(settings)
-        if one.product is not None:
-            made = self._few(inp, p, (one.product, two.product), tags)
-            if made is not None:
-                return made[0], bias, made[1]
-        grad_targets: Any = [None, None]
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            queue = self._queue_of_call()
-            for i, key in enumerate(needs):
-                parts = self._gradients_of(key, p[2 + 2 * i])
-                grad_targets[i] = source.grad_target(self, parts, first, queue)
-        weights = Weights((one.kept, two.kept), tuple(grad_targets))
-        call = Call(self._step(inp), self._act, one.settings, want_z, tags, self._tokens)
-        out, z = run_layer(inp, p, weights, call, facts)
-        return out, bias, z
+        return needs, not (need or needs_gradient(added))
 
     def _high_precision(self, inp: Tensor, first: bool | None) -> Any:
         return self._returned(*self._plain(inp, first))
@@ -288,7 +305,7 @@ class NormModule(MXModule, nn.Module):
         bias, key, facts = layers[-1], None, None
         if self.return_bias:
             layers[-1] = None
-        read = Parameters(*norms, *layers)
+        read = Parameters._make((*norms, *layers, None, None)[:6])
         if type(inp) is Tensor and not (is_tracing() or inp.is_nested):
             no_norm = self.normalization is None
             key = "usual", inp.layout, facts_of(inp, *read), size, no_norm, shapes

@@ -6,7 +6,7 @@ that are made again when a master changed (weights/changes.py). With the masters
 are the weights: for each of them buffers of codes and scales, which a state_dict shows under the
 names of weights/state_dict.py."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,9 +135,9 @@ class Frozen(WeightSource):
         return made if row is made.row else made._replace(row=row, own=True)
 
     def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
-        first: bool | None, plain: bool,
-    ) -> tuple[Prepared, ...]:  # fmt: skip
+        self, layer: Any, x: Tensor, parameters: Any, settings: Settings, first: bool | None
+    ) -> tuple[Prepared, ...]:
+        needs, plain = layer._needs(x, parameters)
         made: list[Prepared] = []
         for key, need_dx in needs.items():
             if is_tracing() and not self.dropped:
@@ -173,7 +173,7 @@ class Frozen(WeightSource):
 
     def linear(
         self, layer: Any, x: Tensor, weight: Any, bias: Tensor | None, settings: Settings,
-        first: bool | None, kept: Any = None,
+        first: bool | None, kept: Any = None, facts: Any = None,
     ) -> Tensor:  # fmt: skip
         dtype, made = output_dtype(x), None
         if is_tracing():
@@ -189,7 +189,7 @@ class Frozen(WeightSource):
         if made is not None:
             return made
         first = first if kept is None else None
-        return super().linear(layer, x, weight, bias, settings, first, kept)
+        return super().linear(layer, x, weight, bias, settings, first, kept, facts)
 
     def grouped(
         self, layer: Any, key: str, x: Tensor, groups: Groups, held: tuple[tuple[Tensor, ...], ...],
@@ -352,14 +352,14 @@ class QuantizedOnly(Frozen):
         return QuantizedWeight(settings, held if own else serving(held, settings), None, own=own)
 
     def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings, *call: Any
+        self, layer: Any, x: Tensor, parameters: Any, settings: Settings, first: bool | None
     ) -> tuple[Prepared, ...]:
         self._refuse_given(layer)
-        return super().prepared(layer, needs, x, on_codes(settings), *call)
+        return super().prepared(layer, x, parameters, on_codes(settings), first)
 
     def linear(
         self, layer: Any, x: Tensor, weight: Any, bias: Tensor | None, settings: Settings,
-        first: bool | None, kept: Any = None,
+        first: bool | None, kept: Any = None, facts: Any = None,
     ) -> Tensor:  # fmt: skip
         if weight is not None:
             self._refuse_given(layer)

@@ -130,17 +130,13 @@ class WeightSource:
         return cached.operands(layer, key, settings, first, device, need_dx)
 
     def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings,
-        first: bool | None, plain: bool,
-    ) -> tuple[Prepared, ...]:  # fmt: skip
-        """The weights for products, one behind the other, of the rows of x, normalized.
-
-        Args:
-            needs: the keys, and whether what the product multiplies has a gradient.
-            plain: nothing has one, so kernels for few rows may be looked for.
-        """
+        self, layer: Any, x: Tensor, parameters: Any, settings: Settings, first: bool | None
+    ) -> tuple[Prepared, ...] | None:
+        """The weights for products, one behind the other, of the rows of x, normalized; None where
+        the call quantizes them. parameters: those of the layer, as autograd.layer knows them."""
         if first is None:
-            return (Prepared(settings),) * len(needs)
+            return None
+        needs, _ = layer._needs(x, parameters)
         return tuple([
             Prepared(settings, self.operands(layer, key, settings, first, x.device, need_dx))
             for key, need_dx in needs.items()
@@ -148,10 +144,10 @@ class WeightSource:
 
     def linear(
         self, layer: Any, x: Tensor, weight: Any, bias: Tensor | None, settings: Settings,
-        first: bool | None, kept: Any = None,
+        first: bool | None, kept: Any = None, facts: Any = None,
     ) -> Tensor:  # fmt: skip
         """x [..., k] @ weight [n, k]^T + bias of a layer with one weight, checked before.
-        kept: `operands`, where these are known."""
+        kept: `operands`, where these are known; facts: as of autograd.linear.plan_of."""
         tracing, grad_target = is_tracing(), None
         if kept is None and first is not None:
             need_dx = torch.is_grad_enabled() and x.requires_grad
@@ -164,7 +160,7 @@ class WeightSource:
         save_x = layer.save_original_input or (layer.keeps_given_input and not tracing)
         tokens, lent = layer._tokens, self.lent
         call = Call(settings, output_dtype(x), tag, kept, save_x, grad_target, tokens, lent)
-        return linear(x, weight if lent is None else lent.parameter, bias, call)
+        return linear(x, weight if lent is None else lent.parameter, bias, call, facts)
 
     def grouped(
         self, layer: Any, key: str, x: Tensor, groups: Groups, held: tuple[tuple[Tensor, ...], ...],
@@ -273,6 +269,7 @@ class Cached(WeightSource):
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
+        self.served: dict[str, Any] = {}  # each with what it served last
 
     def operands(
         self, layer: Any, key: str, settings: Settings, first: bool | None, device: torch.device,
@@ -284,16 +281,23 @@ class Cached(WeightSource):
             refuse_first(layer, first)
         tracing = is_tracing()
         capture = not tracing and capturing(device)
-        kept = None if first or capture else self.kept.get(key)
-        if kept is not None and kept.serves(settings, device, need_dx):
-            return kept if tracing else kept.on_current_stream()
+        kept, asked = None if first or capture else self.kept.get(key), (settings, device, need_dx)
+        if kept is not None and not tracing:
+            one, served = self.served.get(key, (None, None))
+            if (one is kept and served == asked) or kept.serves(*asked):
+                self.served[key] = kept, asked
+                return kept.on_current_stream()
+        elif kept is not None and kept.serves(*asked):
+            return kept
         if tracing or capture:
             return None
         self.kept[key] = made = layer._make_kept(key, settings, need_dx, True)
+        self.served.pop(key, None)
         return made
 
     def forget(self) -> None:
         self.kept.clear()
+        self.served.clear()
 
     def renewed(self, layer: Any) -> None:
         layer.__dict__.pop("_source", None)
@@ -322,13 +326,13 @@ class Gathered(WeightSource):
         return self.kept[key]
 
     def prepared(
-        self, layer: Any, needs: Mapping[str, bool], x: Tensor, settings: Settings, *call: Any
+        self, layer: Any, x: Tensor, parameters: Any, settings: Settings, first: bool | None
     ) -> tuple[Prepared, ...]:
-        return tuple([Prepared(settings, self.kept.get(key)) for key in needs])
+        return tuple([Prepared(settings, self.kept.get(key)) for key in layer._weight_keys])
 
     def linear(
         self, layer: Any, x: Tensor, weight: Any, bias: Tensor | None, settings: Settings,
-        first: bool | None, kept: Any = None,
+        first: bool | None, kept: Any = None, facts: Any = None,
     ) -> Tensor:  # fmt: skip
         return super().linear(layer, x, weight, bias, settings, first, self.kept["weight"])
 

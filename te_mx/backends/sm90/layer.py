@@ -565,6 +565,8 @@ def _weight_at(weight: Tensor | None, scales: Tensor | None) -> tuple[Any, Any]:
     """Two arguments of a weight: values and how far apart their rows are, or codes and scales."""
     if weight is None or scales is not None:
         return weight, scales
+    if weight.is_contiguous():
+        return weight, weight.shape[1]
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     return weight, weight.stride(0)
 
