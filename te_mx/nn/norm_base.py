@@ -249,7 +249,9 @@ class NormModule(MXModule, nn.Module):
         given = self._step(inp), self._act, settings, want_z, tags, self._tokens
         call = self._call
         if call[:-1] != given:
-            call = self.__dict__["_call"] = Call(*given)
+            call = Call(*given)
+            if not is_tracing():  # checkpoints in compiled code may change nothing
+                self.__dict__["_call"] = call
         out, z = run_layer(inp, p, weights, call, facts)
         return out, bias, z
 
