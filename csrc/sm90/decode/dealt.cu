@@ -25,10 +25,7 @@ Status run(DealtParams p, const DecodeTask& t) {
                                    t.w.row_bytes, t.w.ld, kWideRows, kDecodeQuad))
     return Status::unsupported;
   if constexpr (!Math::kMakesX) {
-    p.x.made = static_cast<uint8_t*>(t.workspace);
-    p.x.beside =
-        reinterpret_cast<float*>(p.x.made + int64_t{p.blocks} * p.x.quads * p.x.rows * kDecodeQuad);
-    const Status status = launch_align(p.x, p.blocks, t.stream);
+    const Status status = launch_align_beside(p.x, t.workspace, p.blocks, t.stream);
     if (status != Status::ok) return status;
   }
   const dim3 grid((p.n + kWideRows - 1) / kWideRows * p.blocks * p.cluster);

@@ -293,44 +293,23 @@ struct DealtMaker {
                               aligned_scale_place<kX == 8>(row) * 4,
                           __float_as_uint(lane & 2 ? high : low));
   }
-  // NOTE: each step for all parts before the next, as each waits for lanes.
   __device__ __forceinline__ void make(int half) const {
-    using In = Input<__nv_bfloat16>;
     using Eight = AlignedValues<__nv_bfloat16, true>;
     Eight x[kSteps];
-    decltype(x[0].own_most()) most[kSteps];
-    int byte[kSteps], e[kSteps];
-    bool left[kSteps];
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j) x[j].v[0] = v[j], most[j] = x[j].own_most();
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j)
-        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      const float2 two = In::magnitudes(most[j]);
-      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
-      byte[j] = static_cast<int>(scale_byte(at.p.x.in, amax));
-      // NOTE: of codes that are all rounded to zero, too; their scale is the least that there is.
-      left[j] = amax != 0 && byte[j] != 255, e[j] = left[j] ? byte[j] : -1;
-    }
-#pragma unroll
-    for (int lanes = 4; lanes < 16; lanes *= 2)
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j) e[j] = max(e[j], __shfl_xor_sync(~0u, e[j], lanes));
+    for (int j = 0; j < kSteps; ++j) x[j].v[0] = v[j];
+    const QuadBytes<kSteps> own(x, at.p.x.in);
     float scales[kSteps];
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       // NOTE: codes of NaN stay NaN, others of blocks that lie far below become zeros.
-      const int down = e[j] - byte[j];
-      const bool taken = left[j] && down < 15;
+      const int down = own.largest[j] - own.byte[j];
+      const bool taken = own.counts[j] && down < 15;
       const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
-      const uint2 codes = x[j].codes_of(byte[j]);
+      const uint2 codes = x[j].codes_of(own.byte[j]);
       store(half, j, tile::fp8x4_times<Element::e4m3>(codes.x, f, f),
             tile::fp8x4_times<Element::e4m3>(codes.y, f, f));
-      scales[j] = aligned_scale(e[j]);
+      scales[j] = aligned_scale(own.largest[j]);
     }
     store_scales(half, scales);
   }

@@ -175,6 +175,42 @@ struct EightValues {
   }
 };
 
+// Scales of eights of kSteps rows in a quad, of which half a warp has one each: the byte of a
+// lane's block, whether the block counts, and the largest byte of the quad that counts, -1 if none
+// does.
+template <int kSteps>
+struct QuadBytes {
+  int byte[kSteps], largest[kSteps];
+  bool counts[kSteps];
+
+  // NOTE: each step for all eights before the next, as each waits for lanes.
+  template <class Eight>
+  __device__ __forceinline__ QuadBytes(const Eight (&x)[kSteps], const DecodeInput& in) {
+    using In = Input<__nv_bfloat16>;
+    decltype(x[0].own_most()) most[kSteps];
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) most[j] = x[j].own_most();
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j)
+        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const float2 two = In::magnitudes(most[j]);
+      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+      byte[j] = static_cast<int>(scale_byte(in, amax));
+      // NOTE: of codes that are all rounded to zero, too; their scale is the least that there is.
+      counts[j] = amax != 0 && byte[j] != 255, largest[j] = counts[j] ? byte[j] : -1;
+    }
+#pragma unroll
+    for (int lanes = 4; lanes < 16; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j)
+        largest[j] = max(largest[j], __shfl_xor_sync(~0u, largest[j], lanes));
+  }
+};
+
 // Eight elements of T, of 16 bits, as they are: times a power of two that takes the largest of a
 // block to 2^15 and more. So fp16 holds all that are not below 2^-32 of it exactly, the others to
 // 2^-40 of it; fp16 elements always. Where one is Inf or NaN, the others of its block do not

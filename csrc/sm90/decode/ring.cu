@@ -31,10 +31,7 @@ Status run(RingParams p, const DecodeTask& t, int blocks, bool alone) {
                                    t.w.row_bytes, t.w.ld, kRowsWeights, kDecodeQuad))
     return Status::unsupported;
   if constexpr (!Math::kMakesX) {
-    p.x.made = static_cast<uint8_t*>(t.workspace);
-    p.x.beside =
-        reinterpret_cast<float*>(p.x.made + int64_t{blocks} * p.x.quads * p.x.rows * kDecodeQuad);
-    const Status status = launch_align(p.x, blocks, t.stream);
+    const Status status = launch_align_beside(p.x, t.workspace, blocks, t.stream);
     if (status != Status::ok) return status;
   }
   const dim3 grid((p.n + kRowsWeights - 1) / kRowsWeights * p.cluster, blocks);

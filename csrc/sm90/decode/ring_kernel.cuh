@@ -70,20 +70,18 @@ __host__ __device__ constexpr RingRoom ring_room(int stages, int length, int run
 
 // What a CTA has to do, and where.
 template <class Math>
-struct RingPlace {
-  const RingParams& p;
-  DecodeRows block;
-  // Of the CTA: runs, those that are longer, quads, the first row of its weights.
-  int rank, runs, longer, length, n0;
+struct RingPlace : RowsBlock<RingParams> {
+  int rank, runs, longer, length;  // of the CTA: runs, those that are longer, quads
   RingRoom room;
   uint8_t* smem;
   uint32_t base, full, empty;  // shared addresses; barriers: quads are there, stages were read
   uint64_t* bars;
 
   __device__ __forceinline__ RingPlace(const RingParams& p, uint8_t* smem)
-      : p(p), block(p.x.rows_of), smem(smem) {
-    rank = static_cast<int>(tile::cluster_rank());
-    n0 = static_cast<int>(tile::cluster_index()) * kRowsWeights;
+      : RowsBlock<RingParams>{p, DecodeRows(p.x.rows_of),
+                              static_cast<int>(tile::cluster_index()) * kRowsWeights},
+        rank(static_cast<int>(tile::cluster_rank())),
+        smem(smem) {
     runs = dealt_to(p.runs, p.cluster, rank), longer = dealt_to(p.lengths.longer, p.cluster, rank);
     length = before(runs);
     room = room_of(p);
@@ -95,21 +93,6 @@ struct RingPlace {
     const int most = dealt_to(p.runs, p.cluster, 0);
     const int length = most * p.lengths.least + dealt_to(p.lengths.longer, p.cluster, 0);
     return ring_room<Math>(p.stages, length, p.lengths.least + (p.lengths.longer > 0), most <= 2);
-  }
-  __device__ __forceinline__ bool take_rows() {
-    const bool grouped = !block.early();
-    if (grouped) tile::await_predecessors();
-    if (!block.begin(static_cast<int>(blockIdx.y))) return false;
-    if (grouped && block.group < 0) {
-      clear<kRowsThreads>(p.out, block, n0, min(p.n, n0 + kRowsWeights));
-      return false;
-    }
-    return true;
-  }
-  // Words of the tile of the CTA's weights in a quad, with that of the class behind; or its factor.
-  __device__ __forceinline__ const uint8_t* tile_words(int quad) const {
-    return p.words + block.group * p.words_matrix + quad * p.words_quad +
-           n0 / kWideRows * (p.x.factors ? 4 : kWideWords);
   }
   // Of the CTA's run i: its number, its length, and how many quads of the CTA come before it.
   __device__ __forceinline__ int run(int i) const { return (i / 2 * p.cluster + rank) * 2 + i % 2; }
@@ -251,41 +234,21 @@ struct RingMaker {
           scales[j] = made.scale;
         }
       } else {
-        using In = Input<__nv_bfloat16>;
         using Eight = AlignedValues<__nv_bfloat16, true>;
         Eight x[kSteps];
-        decltype(x[0].own_most()) most[kSteps];
-        int byte[kSteps], e[kSteps];
-        bool left[kSteps];
 #pragma unroll
-        for (int j = 0; j < kSteps; ++j) x[j].v[0] = v[j], most[j] = x[j].own_most();
-#pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-          for (int j = 0; j < kSteps; ++j)
-            most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          const float2 two = In::magnitudes(most[j]);
-          const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
-          byte[j] = static_cast<int>(scale_byte(at.p.x.in, amax));
-          // NOTE: of codes that are all rounded to zero, too; their scale is the least there is.
-          left[j] = amax != 0 && byte[j] != 255, e[j] = left[j] ? byte[j] : -1;
-        }
-#pragma unroll
-        for (int lanes = 4; lanes < 16; lanes *= 2)
-#pragma unroll
-          for (int j = 0; j < kSteps; ++j) e[j] = max(e[j], __shfl_xor_sync(~0u, e[j], lanes));
+        for (int j = 0; j < kSteps; ++j) x[j].v[0] = v[j];
+        const QuadBytes<kSteps> own(x, at.p.x.in);
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
           // NOTE: codes of NaN stay NaN, others of blocks that lie far below become zeros.
-          const int down = e[j] - byte[j];
-          const bool taken = left[j] && down < 15;
+          const int down = own.largest[j] - own.byte[j];
+          const bool taken = own.counts[j] && down < 15;
           const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
-          const uint2 codes = x[j].codes_of(byte[j]);
+          const uint2 codes = x[j].codes_of(own.byte[j]);
           store(j, tile::fp8x4_times<Element::e4m3>(codes.x, f, f),
                 tile::fp8x4_times<Element::e4m3>(codes.y, f, f));
-          scales[j] = aligned_scale(e[j]);
+          scales[j] = aligned_scale(own.largest[j]);
         }
       }
       const float low = lane & 1 ? scales[1] : scales[0], high = lane & 1 ? scales[3] : scales[2];

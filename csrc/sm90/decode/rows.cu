@@ -14,10 +14,7 @@ Status run(RowsParams p, const DecodeTask& t, int blocks) {
   if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
                                    t.w.row_bytes, t.w.ld, kRowsWeights, kDecodeQuad))
     return Status::unsupported;
-  p.x.made = static_cast<uint8_t*>(t.workspace);
-  p.x.beside =
-      reinterpret_cast<float*>(p.x.made + int64_t{blocks} * p.x.quads * p.x.rows * kDecodeQuad);
-  const Status status = launch_align(p.x, blocks, t.stream);
+  const Status status = launch_align_beside(p.x, t.workspace, blocks, t.stream);
   if (status != Status::ok) return status;
   const dim3 grid((p.n + kRowsWeights - 1) / kRowsWeights, blocks);
   const int smem = std::max(rows_room<Math>(p.stages, p.x.quads).bytes, kDecodeLeastSmem);

@@ -72,28 +72,13 @@ __host__ __device__ constexpr RowsRoom rows_room(int stages, int quads) {
   return r;
 }
 
-// What a CTA has to do, and where.
-template <class Math>
-struct RowsPlace {
-  const RowsParams& p;
+// Rows of x and the weights that a CTA has.
+template <class Params>
+struct RowsBlock {
+  const Params& p;
   DecodeRows block;
-  int length;  // quads
-  int n0;      // the first row of its weights
-  RowsRoom room;
-  uint8_t* smem;
-  uint32_t base, full, empty;  // shared addresses; barriers: quads are there, stages were read
-  uint64_t* bars;
+  int n0;  // the first row of its weights
 
-  __device__ __forceinline__ RowsPlace(const RowsParams& p, uint8_t* smem)
-      : p(p),
-        block(p.x.rows_of),
-        length(p.x.quads),
-        n0(static_cast<int>(blockIdx.x) * kRowsWeights),
-        smem(smem) {
-    room = rows_room<Math>(p.stages, length);
-    base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kRowsBars;
-    bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
-  }
   // By whole warps, before anything else; false: there is nothing to do.
   __device__ __forceinline__ bool take_rows() {
     const bool grouped = !block.early();
@@ -109,6 +94,26 @@ struct RowsPlace {
   __device__ __forceinline__ const uint8_t* tile_words(int quad) const {
     return p.words + block.group * p.words_matrix + quad * p.words_quad +
            n0 / kWideRows * (p.x.factors ? 4 : kWideWords);
+  }
+};
+
+// What a CTA has to do, and where.
+template <class Math>
+struct RowsPlace : RowsBlock<RowsParams> {
+  int length;  // quads
+  RowsRoom room;
+  uint8_t* smem;
+  uint32_t base, full, empty;  // shared addresses; barriers: quads are there, stages were read
+  uint64_t* bars;
+
+  __device__ __forceinline__ RowsPlace(const RowsParams& p, uint8_t* smem)
+      : RowsBlock<RowsParams>{p, DecodeRows(p.x.rows_of),
+                              static_cast<int>(blockIdx.x) * kRowsWeights},
+        length(p.x.quads),
+        smem(smem) {
+    room = rows_room<Math>(p.stages, length);
+    base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kRowsBars;
+    bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
   }
   __device__ __forceinline__ uint32_t x(int i) const { return base + i * Math::kCodes; }
   __device__ __forceinline__ uint32_t w(int s) const {

@@ -244,43 +244,22 @@ struct TilesMaker {
       }
     }
   }
-  // The first pass of what was loaded, and counts passes. ready(): before anything is stored. NOTE:
-  // each step for all parts before the next, as each waits for lanes.
+  // The first pass of what was loaded, and counts passes. ready(): before anything is stored.
   template <class Ready>
   __device__ __forceinline__ void make(int chunk, int half, const Ready& ready) const {
-    using In = Input<__nv_bfloat16>;
     const AlignedInput& a = at.p.x;
-    decltype(x[0].own_most()) most[kSteps];
-    int byte[kSteps], e[kSteps], passes[kSteps];
-    bool left[kSteps], more = false;
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) most[j] = x[j].own_most();
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j)
-        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      const float2 two = In::magnitudes(most[j]);
-      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
-      byte[j] = static_cast<int>(scale_byte(a.in, amax));
-      // NOTE: of codes that are all rounded to zero, too; their scale is the least that there is.
-      left[j] = amax != 0 && byte[j] != 255, e[j] = left[j] ? byte[j] : -1;
-    }
-#pragma unroll
-    for (int lanes = 4; lanes < 16; lanes *= 2)
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j) e[j] = max(e[j], __shfl_xor_sync(~0u, e[j], lanes));
+    int passes[kSteps];
+    bool more = false;
+    const QuadBytes<kSteps> own(x, a.in);
     ready();
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
-      const int down = e[j] - byte[j];
-      const bool taken = left[j] && down <= a.spread;
-      more |= left[j] && !taken;
+      const int down = own.largest[j] - own.byte[j];
+      const bool taken = own.counts[j] && down <= a.spread;
+      more |= own.counts[j] && !taken;
       // NOTE: codes of NaN stay NaN, others of blocks that are not taken become zeros.
       const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
-      const uint2 codes = x[j].codes_of(byte[j]);
+      const uint2 codes = x[j].codes_of(own.byte[j]);
       store(half, j,
             {tile::fp8x4_times<Element::e4m3>(codes.x, f, f),
              tile::fp8x4_times<Element::e4m3>(codes.y, f, f)});
@@ -299,7 +278,7 @@ struct TilesMaker {
         if (kAlone && count > 1 && q < at.length) at.count_passes(q, count);
       }
     }
-    store_scales(half, e, passes);
+    store_scales(half, own.largest, passes);
   }
   // Counts the passes of a chunk that peers made.
   static __device__ __forceinline__ void count_passes(const TilesPlace<Math>& at, int chunk,

@@ -12,4 +12,10 @@ Status launch_align(const AlignedInput& x, int blocks, void* stream) {
   return launch_early(align_rows, {grid, kAlignThreads, stream, 0, 1}, x);
 }
 
+Status launch_align_beside(AlignedInput& x, void* workspace, int blocks, void* stream) {
+  x.made = static_cast<uint8_t*>(workspace);
+  x.beside = reinterpret_cast<float*>(x.made + int64_t{blocks} * x.quads * x.rows * kDecodeQuad);
+  return launch_align(x, blocks, stream);
+}
+
 }  // namespace te_mx::sm90
