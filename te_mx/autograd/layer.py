@@ -46,6 +46,7 @@ from te_mx.autograd.grad_target import WeightGradient
 from te_mx.autograd.linear_recipe import DGRAD, FPROP, WGRAD, QuantizedWeight, TracedWeight
 from te_mx.autograd.node import (
     NO_LINK,
+    apply_below,
     linked,
     needs_gradient,
     outputs,
@@ -552,7 +553,7 @@ class OneCallLayer(torch.autograd.Function):
         return None, *made[: len(ctx.needs_input_grad) - 1]
 
 
-_run = super(torch.autograd.Function, OneCallLayer).apply  # as in autograd/linear.py
+_run = apply_below(OneCallLayer)
 
 
 def _with_kept(kept: Any, plan: LayerPlan, read: Any, saved: Any) -> tuple[Any, Any]:

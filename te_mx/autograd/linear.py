@@ -38,7 +38,7 @@ from te_mx.autograd.linear_recipe import (
     on_codes,
     quantized_columns,
 )
-from te_mx.autograd.node import NO_LINK, linked, outputs, place, run_backward, tag_of
+from te_mx.autograd.node import NO_LINK, apply_below, linked, outputs, place, run_backward, tag_of
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, SavedOperand, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
@@ -172,8 +172,7 @@ class OneCallLinear(torch.autograd.Function):
         return made if lent is None else (made[0], lent.whole(made[1]), *made[2:])
 
 
-# Without a look at each argument for one of a transform that ended: `has_memory`.
-_run = super(torch.autograd.Function, OneCallLinear).apply
+_run = apply_below(OneCallLinear)
 
 
 def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:

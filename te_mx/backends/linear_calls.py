@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
@@ -20,7 +19,7 @@ from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime import workspace
-from te_mx.runtime.kernel_log import LAST_RUN
+from te_mx.runtime.kernel_log import LAST_RUN, note_written
 
 _U8 = torch.uint8
 ALIGNMENT = 16  # of the buffers, for TMA
@@ -284,9 +283,9 @@ class Calls(LinearPlan):
             self.supported(-ran)
             return None
         if add_to is not None:
-            _written(add_to)
+            note_written(add_to)
         if into is not None and into.out is not None:
-            _written(into.out)
+            note_written(into.out)
         if tag >= 0:
             if dx is not None:
                 LAST_RUN[tag + 1] = self.names[ran & 255]
@@ -304,7 +303,7 @@ class Calls(LinearPlan):
         if out is None:
             out = g_col.new_empty(n, k, dtype=dtype)
         else:
-            _written(out)
+            note_written(out)
         start = self.started(nbytes, g_col)
         ran = self.wgrad_call(
             *start, g_col, *_base(x_col, self.room.x_col), out,
@@ -337,12 +336,6 @@ class Calls(LinearPlan):
         if w_col is not None and not _lies(w_col):
             w_col = _saved(w_col, self.w_col, k, n, "the weight")
         return x_col, w_col
-
-
-def _written(out: Tensor) -> None:
-    """Native code wrote behind autograd."""
-    if not out.is_inference():
-        increment_version(out)
 
 
 def _lies(part: Part) -> bool:

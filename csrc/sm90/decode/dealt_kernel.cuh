@@ -302,13 +302,8 @@ struct DealtMaker {
     float scales[kSteps];
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
-      // NOTE: codes of NaN stay NaN, others of blocks that lie far below become zeros.
-      const int down = own.largest[j] - own.byte[j];
-      const bool taken = own.counts[j] && down < 15;
-      const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
-      const uint2 codes = x[j].codes_of(own.byte[j]);
-      store(half, j, tile::fp8x4_times<Element::e4m3>(codes.x, f, f),
-            tile::fp8x4_times<Element::e4m3>(codes.y, f, f));
+      const uint2 codes = own.codes(x[j], j);
+      store(half, j, codes.x, codes.y);
       scales[j] = aligned_scale(own.largest[j]);
     }
     store_scales(half, scales);

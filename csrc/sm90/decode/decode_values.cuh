@@ -209,6 +209,17 @@ struct QuadBytes {
       for (int j = 0; j < kSteps; ++j)
         largest[j] = max(largest[j], __shfl_xor_sync(~0u, largest[j], lanes));
   }
+  // Codes of eight j for the largest scale. NOTE: codes of NaN stay NaN, others of blocks that lie
+  // far below become zeros.
+  template <class Eight>
+  __device__ __forceinline__ uint2 codes(const Eight& x, int j) const {
+    const int down = largest[j] - byte[j];
+    const bool taken = counts[j] && down < 15;
+    const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
+    const uint2 own = x.codes_of(byte[j]);
+    return {tile::fp8x4_times<Element::e4m3>(own.x, f, f),
+            tile::fp8x4_times<Element::e4m3>(own.y, f, f)};
+  }
 };
 
 // Eight elements of T, of 16 bits, as they are: times a power of two that takes the largest of a
