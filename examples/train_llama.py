@@ -80,6 +80,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of --recipes: stop in time, with checkpoints; the same command goes on",
     )  # fmt: skip
     p.add_argument(
+        "--begin", type=int, metavar="STEPS", default=0,
+        help="of --recipes: all runs go on from as many steps in bf16, made once",
+    )  # fmt: skip
+    p.add_argument(
         "--gpus", type=int, metavar="N", help="of --recipes: side by side; all that torch finds"
     )
     script.add_options(p, d, "runs/llama", recipes.ALL)
@@ -96,8 +100,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             p.error(f"--{name} must be at least 1, got {value}")
     script.check_options(p, args)
-    if args.recipes is None and (args.time_limit, args.gpus) != (None, None):
-        p.error("--time-limit and --gpus go with --recipes")
+    if args.recipes is None and (args.time_limit, args.gpus, args.begin) != (None, None, 0):
+        p.error("--time-limit, --gpus and --begin go with --recipes")
+    if args.begin < 0:
+        p.error(f"--begin must be at least 0, got {args.begin}")
     if args.time_limit is not None and not args.time_limit > 0:
         p.error(f"--time-limit must be above 0, got {args.time_limit}")
     found = torch.cuda.device_count() if args.device == "cuda" else 1
@@ -159,7 +165,9 @@ def compare(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     script.deterministic(args)
     of_mode = functools.partial(settings, args)
-    return study.main(of_mode, args.recipes, args.seeds, args.out, args.gpus, args.time_limit)
+    return study.main(
+        of_mode, args.recipes, args.seeds, args.out, args.gpus, args.time_limit, args.begin
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

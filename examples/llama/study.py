@@ -56,12 +56,13 @@ class Job:
 
 
 def jobs_of(
-    settings: Callable[[str], llama.LlamaSettings], recipes: list[str], seeds: int, out: Path
-) -> list[Job]:
+    settings: Callable[[str], llama.LlamaSettings], recipes: list[str], seeds: int, out: Path,
+    begin: str = "",
+) -> list[Job]:  # fmt: skip
     """Seed by seed, so that a study that is cut short has all recipes. `settings` are those of a
-    mode, at the first seed."""
+    mode, at the first seed; all runs begin with the checkpoint `begin`, if given."""
     plain = settings("mxfp8").dtype
-    base = replace(settings(plain), eval_every=0)
+    base = replace(settings(plain), eval_every=0, begin=begin)
     each = {plain: base}
     for name in recipes:
         each[name] = replace(base, mode=plain if name == AGAIN else "mxfp8", recipe=name)
@@ -75,6 +76,21 @@ def jobs_of(
         for seed in range(seeds)
         for name, one in each.items()
     ]
+
+
+def begun(base: llama.LlamaSettings, steps: int, path: Path, stop: Callable[[int], bool]) -> bool:
+    """Whether a plain run of so many steps has left its checkpoint at `path`. How long a run of
+    random weights takes to learn to copy is chance; runs that begin here have learned it."""
+    if path.exists():
+        return True
+    partial = path.with_suffix(".part")
+    record = train.run(
+        replace(base, steps=steps, eval_every=0, final_eval_batches=1), partial, resume=True,
+        save_every=steps, should_stop=stop, make=llama.LlamaTrainer, quiet=True,
+    )  # fmt: skip
+    if record["finished"]:
+        os.replace(partial, path)
+    return bool(record["finished"])
 
 
 def same_weights(plain: train.Trainer, recipes: tuple[str, ...]) -> dict[str, float]:
@@ -251,12 +267,20 @@ def table(rows: list[dict]) -> str:
 
 def main(
     settings: Callable[[str], llama.LlamaSettings], recipes: list[str], seeds: int, out: Path,
-    gpus: int, minutes: float | None,
+    gpus: int, minutes: float | None, begin: int = 0,
 ) -> int:  # fmt: skip
-    """The exit status; 130 where runs are left, which the same command goes on with."""
+    """The exit status; 130 where runs are left, which the same command goes on with. With `begin`
+    all go on from as many plain steps, on batches of another seed than theirs."""
     start = time.time()
     deadline = start + 60 * minutes - GRACE if minutes is not None else float("inf")
-    jobs = jobs_of(settings, recipes, seeds, out)
+    first = out / f"begin-{begin}.pt" if begin else None
+    jobs = jobs_of(settings, recipes, seeds, out, str(first or ""))
+    if first is not None:
+        plain = settings(settings("mxfp8").dtype)
+        plain = replace(plain, seed=plain.seed + seeds)
+        if not begun(plain, begin, first, lambda done: time.time() > deadline):
+            print("the plain steps are left; the same command goes on", file=sys.stderr)
+            return STOPPED
     try:
         left = [job for job in jobs if job.done() is None]
     except ValueError as error:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpt import precision, train
+from gpt import data, precision, train
 from torch import Tensor, nn
 
 import te_mx
@@ -42,6 +42,7 @@ class LlamaSettings(train.Settings):
     fp32_params: bool = False
     parallel: str = ""  # of parallel.KINDS, in processes that torchrun started
     gather_codes: bool = True  # under FSDP2 in MXFP8
+    begin: str = ""  # a checkpoint whose weights and moments the run starts from
 
     @property
     def context(self) -> int:
@@ -78,6 +79,13 @@ class LlamaTrainer(train.Trainer):
     """The parameters are bf16 like the activations, or fp32 under torch.autocast."""
 
     settings: LlamaSettings
+
+    def __init__(self, settings: LlamaSettings, text: data.Text) -> None:
+        super().__init__(settings, text)
+        if settings.begin:
+            state = torch.load(settings.begin, mmap=True, map_location="cpu", weights_only=True)
+            self.load_model_state(state["model"])
+            self.load_optimizer_state(state["optimizer"])
 
     def make_model(self) -> nn.Module:
         s = self.settings

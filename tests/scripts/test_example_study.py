@@ -71,6 +71,33 @@ def test_a_study_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkeypat
     assert "is of other settings (lr: 0.002 there, 0.001 here)" in capsys.readouterr().err
 
 
+def test_runs_go_on_from_one_checkpoint(tmp_path, capsys):
+    """Each from the bits of the same weights and moments, on batches of its own."""
+    assert train_llama.main(options(tmp_path, "--begin", "6")) == 0
+    begin = torch.load(tmp_path / "begin-6.pt", weights_only=True)
+    assert begin["settings"]["seed"] == 2 and begin["settings"]["mode"] == "bf16"
+    runs = {p.stem: json.loads(p.read_text()) for p in tmp_path.glob("*-seed*.json")}
+    assert len(runs) == 6
+    firsts = [runs[f"{name}-seed0"]["losses"][0] for name in ("bf16", "mxfp4_all-final")]
+    assert max(firsts) < begin["losses"][0] - 0.1 and abs(firsts[1] / firsts[0] - 1) < 0.02
+    one, other = (runs[f"bf16-seed{seed}"]["losses"] for seed in (0, 1))
+    assert one[0] != other[0]
+    made = (tmp_path / "begin-6.pt").stat().st_mtime_ns
+    assert train_llama.main(options(tmp_path, "--begin", "6")) == 0  # nothing is left to do
+    assert (tmp_path / "begin-6.pt").stat().st_mtime_ns == made
+    trainer = train.LlamaTrainer(
+        train.LlamaSettings(**begin["settings"] | {"begin": str(tmp_path / "begin-6.pt"),
+        "mode": "mxfp8", "recipe": "mxfp8"}), gpt_train.data.load(""),
+    )  # fmt: skip
+    weights = dict(trainer.model.named_parameters())
+    assert all(torch.equal(weights[k], v) for k, v in begin["model"].items() if k in weights)
+    moments = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.model.parameters()]
+    stored = [begin["optimizer"]["state"][i]["exp_avg"] for i in range(len(moments))]
+    assert all(torch.equal(a, b) for a, b in zip(moments, stored, strict=True))
+    with pytest.raises(SystemExit):
+        train_llama.parse(["--begin", "6"])
+
+
 def test_workers_share_the_runs(tmp_path, capfd):
     """One process a GPU; here on the CPU."""
     args = train_llama.parse(options(tmp_path, "--threads", "1"))
