@@ -255,17 +255,26 @@ struct EightGated : Values {
     Values::read(gate, static_cast<const T*>(in.gate) + row * in.gate_ld + k, count);
   }
   __device__ __forceinline__ EightMade made(const DecodeInput& in) {
-    uint4& x = this->v[0];
-    x = {product(in, x.x, gate[0].x), product(in, x.y, gate[0].y), product(in, x.z, gate[0].z),
-         product(in, x.w, gate[0].w)};
+    multiply(in);
     return Values::made(in);
+  }
+  __device__ __forceinline__ void multiply(const DecodeInput& in) {
+    in.act_cubic == 0.0f ? multiply<false>(in) : multiply<true>(in);
   }
 
  private:
+  template <bool kCubic>
+  __device__ __forceinline__ void multiply(const DecodeInput& in) {
+    uint4& x = this->v[0];
+    x = {product<kCubic>(in, x.x, gate[0].x), product<kCubic>(in, x.y, gate[0].y),
+         product<kCubic>(in, x.z, gate[0].z), product<kCubic>(in, x.w, gate[0].w)};
+  }
+  template <bool kCubic>
   static __device__ __forceinline__ uint32_t product(const DecodeInput& in, uint32_t x,
                                                      uint32_t gate) {
     const float2 a = Input<T>::values(x), b = Input<T>::values(gate);
-    const float low = mul(activated(in, a.x), b.x), high = mul(activated(in, a.y), b.y);
+    const float low = mul(activated<kCubic>(in, a.x), b.x),
+                high = mul(activated<kCubic>(in, a.y), b.y);
     if constexpr (std::is_same_v<T, __half>) {
       const __half2 both = __floats2half2_rn(low, high);
       return *reinterpret_cast<const uint32_t*>(&both);
@@ -275,9 +284,11 @@ struct EightGated : Values {
     }
   }
   // NOTE: Swish and GeluTanh of fused/activation.cuh, bit for bit.
+  template <bool kCubic>
   static __device__ __forceinline__ float activated(const DecodeInput& in, float x) {
-    const float x2 = fminf(mul(x, x), 1e4f);
-    return mul(x, sigmoid<false>(mul(x, __fmaf_rn(x2, in.act_cubic, in.act_linear))));
+    float by = in.act_linear;
+    if constexpr (kCubic) by = __fmaf_rn(fminf(mul(x, x), 1e4f), in.act_cubic, by);
+    return mul(x, sigmoid<false>(mul(x, by)));
   }
 };
 

@@ -14,63 +14,130 @@ namespace te_mx::sm90 {
 namespace {
 
 constexpr int kThreads = 32 * kTileWarps, kRows = kThreads / 16, kTurns = 128 / kRows;
-constexpr int kAtOnce = 4;     // rows whose numbers are on their way together
-constexpr int kCtas = 6;       // of an SM, in all
-constexpr int kMostRows = 64;  // of a group, in the mean: the quantizer is as fast for more of them
+constexpr int kCtas = 12;  // of an SM, in all
 
 struct Params {
   DecodeInput in;
   GroupTable groups;
   const int32_t* gather;  // or null
+  uint32_t x_bytes;       // from row to row of x, and of gates
   int cols, steps, row_tiles, spread;
   int64_t ld;
   Packed to;
+  QuantizeTask rule;
 };
 
-template <class Eight, Element kFmt>
+// An end that a lane has read before.
+struct EndOfLane {
+  int count, rows, capacity, end;
+  __device__ __forceinline__ int read(int) const { return end; }
+};
+
+// find_tile(), which asks for the ends of 128 groups before it looks at one.
+__device__ __forceinline__ bool find_group(const GroupTable& table, int tile, GroupRows& found) {
+  constexpr int kLoads = 4;
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int from = 0; from < table.count; from += 32 * kLoads) {
+    int ends[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int group = from + 32 * i + lane;
+      ends[i] = group < table.count ? table.read(group) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int first = from + 32 * i;
+      if (first >= table.count) break;
+      const EndOfLane ahead{table.count, table.rows, table.capacity, ends[i]};
+      const GroupRows mine = groups_of_lanes(ahead, first, before);
+      const int at = mine.first_tile();
+      const uint32_t has =
+          __ballot_sync(~0u, mine.group < table.count && tile >= at && tile < at + mine.tiles());
+      if (has == 0) continue;
+      found = from_lane(mine, __ffs(has) - 1);
+      return true;
+    }
+  }
+  return false;
+}
+
+// What the quantizer makes of a tile (quantize_kernel.cuh), rows alone. A thread has 8 of K of
+// kTurns rows.
+template <class T, bool kGated, Element kFmt>
 __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
                                               const GroupRows& group, int step) {
   const int lane = threadIdx.x % 16, own = threadIdx.x / 16;
   const int tile = static_cast<int>(blockIdx.x), inside = (tile - group.first_tile()) * 128;
   const int first = group.start + inside, rows = min(128, group.size() - inside);
   const int k = step * 128 + lane * 8;
+  // Rows whose numbers are on their way together.
+  using In = Input<T>;
+  using Values = EightValues<T, kFmt, true, false, false>;
+  constexpr int kAtOnce = kGated ? 2 : 4;
   if (threadIdx.x == 0) s.clear();
-  uint32_t codes[kTurns][2], entries[kTurns];
-  ScaleRange range;
+  Values x[kTurns];
+  uint32_t entries[kTurns / 2];  // of two rows, as in BlockPair
+  uint32_t high = 0, low = 0;    // as TileScales::add_range has them
+  bool nan = false;
+  // NOTE: lanes behind K, and rows that there are not, read what others do, which counts for
+  // nothing.
+  const bool exists = k < p.cols;
+  const auto* const x0 = static_cast<const char*>(p.in.x) + (exists ? k : 0) * sizeof(T);
+  const auto* const gate0 = static_cast<const char*>(p.in.gate) + (exists ? k : 0) * sizeof(T);
+  const auto load = [&](const char* from, int row) {
+    return __ldcg(
+        reinterpret_cast<const uint4*>(from + uint64_t{static_cast<uint32_t>(row)} * p.x_bytes));
+  };
 #pragma unroll
   for (int from = 0; from < kTurns; from += kAtOnce) {
     if (from * kRows >= rows) {
 #pragma unroll
-      for (int i = from; i < from + kAtOnce; ++i) entries[i] = codes[i][0] = codes[i][1] = 0;
+      for (int i = from; i < from + kAtOnce; ++i)
+        entries[i / 2] = 0, x[i].v[0] = make_uint4(0, 0, 0, 0);
       continue;
     }
-    Eight x[kAtOnce];
+    int row[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int r = own + (from + i) * kRows;
-      int64_t row = first + min(r, rows - 1);
-      if (p.gather != nullptr) row = __ldcg(p.gather + row);
-      x[i].load(p.in, row, k, r < rows ? p.cols - k : 0);
+      row[i] = first + min(own + (from + i) * kRows, rows - 1);
+      if (p.gather != nullptr) row[i] = __ldcg(p.gather + row[i]);
+    }
+    if constexpr (kGated) {
+      EightGated<Values, T> read[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        read[i].v[0] = load(x0, row[i]), read[i].gate[0] = load(gate0, row[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) read[i].multiply(p.in), x[from + i] = read[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) x[from + i].v[0] = load(x0, row[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const EightMade made = x[i].made(p.in);
-      uint32_t any = (made.words.x | made.words.y) & 0x7F7F7F7Fu;
-      any |= __shfl_xor_sync(~0u, any, 1);
-      any |= __shfl_xor_sync(~0u, any, 2);
-      // NOTE: of the first lane of a block: others may lie behind k.
-      uint32_t e = __shfl_sync(~0u, __float_as_uint(made.scale) >> 23, threadIdx.x & 28);
-      if (any != 0 && e != 255) e |= kCounts;
-      range.add(e);
-      entries[from + i] = e, codes[from + i][0] = made.words.x, codes[from + i][1] = made.words.y;
+    for (int i = from; i < from + kAtOnce; i += 2) {
+      auto most = In::larger_halves(x[i].own_most(), x[i + 1].own_most());
+      if (!exists) most = 0;
+      most = In::larger(most, In::shuffle_xor(most, 1));
+      most = In::larger(most, In::shuffle_xor(most, 2));
+      const BlockPair pair = block_pair<T, kFmt>(most, p.rule);
+      uint32_t two = pair.entries;
+      if (rows < 128) {
+        if (own + i * kRows >= rows) two &= 0xFFFF0000u;
+        if (own + (i + 1) * kRows >= rows) two &= 0xFFFFu;
+      }
+      nan |= pair.nan;
+      high = __vmaxu2(high, two & (two >> 8 & 0x00010001u) * 0xFF);
+      low = __vmaxu2(low, two ^ 0x00FF00FFu);
+      entries[i / 2] = two;
     }
   }
   if (lane % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kTurns; ++i)
-      s.blocks[lane / 4][own + i * kRows] = static_cast<uint16_t>(entries[i]);
+      s.blocks[lane / 4][own + i * kRows] = static_cast<uint16_t>(entries[i / 2] >> 16 * (i % 2));
   }
-  s.add_range(range);
+  s.add_range(max(high & 0xFFFF, high >> 16), max(max(low & 0xFFFF, low >> 16), 255u));
   __syncthreads();
   const ScaleRange all = s.range();
   const uint32_t exponent = all.exponent(0);
@@ -84,25 +151,43 @@ __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
   if (threadIdx.x < 128)
     write_words(s, exponent, cls, threadIdx.x, tile_words(p.to.scales, step, tile, p.row_tiles),
                 false);  // the words of groups need no padding
+  if (!exists) return;
+  // Of the scale of its block, and then shifted to what it shares.
+  const auto codes_of = [&](int i) {
+    const uint32_t entry = entries[i / 2] >> 16 * (i % 2), e = entry & 0xFF;
+    const uint2 codes = x[i].codes_of(e);
+    if (cls > 1 || (entry & kCounts) == 0) return codes;
+    uint32_t words[2] = {codes.x, codes.y};
+    const uint32_t shared = cls == 0 ? exponent : s.target[own + i * kRows];
+    tile::CodeShift<kFmt>{static_cast<int>(shared - e)}.apply(words);
+    return uint2{words[0], words[1]};
+  };
   uint8_t* to = p.to.codes + int64_t{first + own} * p.ld + k;
+  const int64_t next = kRows * p.ld;
+  int left = rows - own;
+  if (cls != 0 || p.rule.carry == 0 || nan) {
 #pragma unroll
-  for (int i = 0; i < kTurns; ++i, to += kRows * p.ld) {
-    const int r = own + i * kRows;
-    if (r >= rows || k >= p.cols) continue;
-    if (cls < 2 && (entries[i] & kCounts) != 0) {
-      const uint32_t shared = cls == 0 ? exponent : s.target[r];
-      tile::CodeShift<kFmt>{static_cast<int>(shared - (entries[i] & 0xFF))}.apply(codes[i]);
-    }
-    *reinterpret_cast<uint2*>(to) = {codes[i][0], codes[i][1]};
+    for (int i = 0; i < kTurns; ++i, to += next, left -= kRows)
+      if (left > 0) *reinterpret_cast<uint2*>(to) = codes_of(i);
+    return;
+  }
+  // As codes_once().
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i, to += next, left -= kRows) {
+    if (left <= 0) break;
+    uint2 codes = x[i].codes_of(exponent);
+    const uint32_t below =
+        tile::fp8x4_subnormal<kFmt>(codes.x) | tile::fp8x4_subnormal<kFmt>(codes.y);
+    if ((below & 0x80808080u) != 0) codes = codes_of(i);
+    *reinterpret_cast<uint2*>(to) = codes;
   }
 }
 
 template <class T, Element kFmt>
 __device__ __forceinline__ void quantize_rows(const Params& p, TileScales& s,
                                               const GroupRows& group, int step) {
-  using Values = EightValues<T, kFmt, true, false, false>;
-  if (p.in.gate == nullptr) return quantize_tile<Values, kFmt>(p, s, group, step);
-  quantize_tile<EightGated<Values, T>, kFmt>(p, s, group, step);
+  if (p.in.gate == nullptr) return quantize_tile<T, false, kFmt>(p, s, group, step);
+  quantize_tile<T, true, kFmt>(p, s, group, step);
 }
 
 // Grid: x = tiles of rows, y = of those along k, in turn.
@@ -111,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 3) group_rows_kernel(const __grid_co
   tile::let_dependents_start();
   tile::await_predecessors();
   GroupRows group;
-  if (!find_tile(p.groups, static_cast<int>(blockIdx.x), group)) return;
+  if (!find_group(p.groups, static_cast<int>(blockIdx.x), group)) return;
 #pragma unroll 1
   for (int step = static_cast<int>(blockIdx.y); step < p.steps; step += gridDim.y) {
     if (p.in.dtype == DType::f16) {
@@ -138,13 +223,14 @@ Status run(Params& p, const QuantizeTask& q, const Groups& groups) {
   if (q.x_dtype == DType::f32 || is_f32_rule(q.rule) || !is_fp8(q.element) ||
       q.row_packed.codes == nullptr || q.col_packed.codes != nullptr || q.col_codes != nullptr ||
       q.col_sum != nullptr || q.cols % 8 != 0 || !whole(p.in.x, p.in.ld) ||
-      groups.rows > kMostRows * groups.count)
+      p.in.ld >= int64_t{1} << 31 || (p.in.gate != nullptr && p.in.gate_ld != p.in.ld))
     return Status::unsupported;
   set_rule(p.in, q.rule, 0.0f);
-  p.groups = group_table(groups);
+  p.groups = group_table(groups), p.x_bytes = static_cast<uint32_t>(2 * p.in.ld);
   p.cols = static_cast<int>(q.cols), p.steps = static_cast<int>((q.cols + kTile - 1) / kTile);
   p.row_tiles = static_cast<int>(group_tiles(groups.rows, groups.count));
   p.spread = q.spread, p.ld = packed_ld(q.cols), p.to = q.row_packed;
+  p.rule = q, p.rule.carry = scale_carry(q.element, q.rule) * 0x10001u;
   p.in.dtype = q.x_dtype;
   // NOTE: finding a tile's group takes as long as one of its steps.
   const int64_t turns = std::max<int64_t>(1, kCtas * current_device().sms / p.row_tiles);
