@@ -26,7 +26,7 @@ from te_mx.dispatch.fused import (
     Target,
 )
 from te_mx.dispatch.kernels import derived
-from te_mx.dispatch.problem import FROZEN_ROWS, Problem, place_of
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import find
 from te_mx.layouts.operand import Quantized
 
@@ -103,7 +103,7 @@ def norm_rows(step: NormRows) -> Tensor | None:
     """z [rows, cols], the bits of norm_quantize_2d; None where no kernel does it alone, or where
     its arguments do not belong together, which the usual way says."""
     x, weight, bias, _, _, dtype = step
-    if not is_direct(x, weight, bias) or not 0 < x.shape[0] <= FROZEN_ROWS:
+    if not is_direct(x, weight, bias) or not x.shape[0]:
         return None
     for vector in (weight, bias):
         if vector is not None and (

@@ -19,8 +19,8 @@ from te_mx.fusion.class_swap import Reclassed
 from te_mx.nn import norm_base
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.guards import (
-    FEW_ROWS,
     FUSED,
+    ON_FROZEN,
     RAN,
     VALUES,
     changed,
@@ -54,8 +54,8 @@ class FusedBlock(Reclassed):
         if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
             made, self.__dict__[RAN] = above.distributed.run_block(self, args[0])
             return super().forward(*args) if made is None else made  # type: ignore[misc]
-        if len(args) == 1 and not kwargs and (made := self._few_rows(args[0])) is not None:
-            self.__dict__[RAN] = FEW_ROWS
+        if len(args) == 1 and not kwargs and (made := self._frozen(args[0])) is not None:
+            self.__dict__[RAN] = ON_FROZEN
             return made
         if len(args) == 1 and not kwargs:
             layers, settings, reason = self.layers_of_step(why_not_plain)
@@ -67,15 +67,15 @@ class FusedBlock(Reclassed):
                 return run_as_step(self.__dict__[ATTRIBUTE].act, layers, args[0], settings)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def _few_rows(self, x: Any) -> Tensor | None:
-        """The block on few rows, where all its layers are frozen; None where it is not."""
+    def _frozen(self, x: Any) -> Tensor | None:
+        """The block where all its layers are frozen; None where it is not."""
         last: Any = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
         if is_tracing() or type(last) is not Linear or why_not_given(x) or not last._source.decodes:
             return None
         layers, settings, reason = self.layers_of_step(why_not_single)
         if settings is None or reason:
             return None
-        return norm_base.run_few(self.__dict__[ATTRIBUTE].act, layers, x, settings)
+        return norm_base.run_frozen(self.__dict__[ATTRIBUTE].act, layers, x, settings)
 
     def _is_split(self) -> bool:
         """Whether its layers are those of several ranks (parallelize_module)."""

@@ -18,7 +18,7 @@ _MARKS = ("_is_hf_", "_hf_", "_fsdp", "_ddp", "_te_mx")
 # What the last forward did, kept on the instance: FUSED, why its own forward ran, or "" in high
 # precision.
 RAN, FUSED = "_te_mx_ran", "fused"
-FEW_ROWS = "fused, few rows on frozen weights"
+ON_FROZEN = "fused, on frozen weights"
 
 
 def fusion_guard(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:

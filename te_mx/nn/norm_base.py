@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.library import facts_of
+from te_mx.autograd import input_cache, linear_recipe
 from te_mx.autograd.activation import activation
 from te_mx.autograd.grad_target import Queue
 from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
@@ -362,13 +363,15 @@ class Together:
 
 
 # -------------------------------------------------------------------------------------- frozen mlp
-# A gated MLP block of frozen layers on few rows, as when text is generated: the activation and its
-# gate have no kernel of their own. The last product computes them as it reads its input.
+# A gated MLP block of frozen layers, as when text is generated. On few rows the activation and its
+# gate have no kernel of their own: the last product computes them as it reads its input.
 # Each product is that of its layer, and what is rounded where is as in autograd/layer.py:
 # act(gate) * up is computed in fp32 and rounded once.
-def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings) -> Tensor | None:
-    """The block of these layers, the last one behind the activation; None where no kernel for few
-    rows takes it, and the block's own forward is to run."""
+def run_frozen(
+    act: Activation, layers: list[Linear], x: Tensor, settings: Settings
+) -> Tensor | None:
+    """The block of these layers, the last one behind the activation; None where its own forward is
+    to run."""
     *first, last = layers
     if not act.gated or output_dtype(x) != x.dtype or x.shape[-1:] != (first[0].in_features,):
         return None
@@ -378,10 +381,18 @@ def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings
     held = [x, bias, *(one._parameters.get("weight") for one in layers)]
     if needs_gradient(*held):
         return None
-    found = last._source.ready(last, x, settings)
-    if found is None or act.base not in found.kernel.gates:
-        return None
-    return run_gated(found, [one(x) for one in first], act, bias, last._tag_now())
+    found, h = last._source.ready(last, x, settings), [one(x) for one in first]
+    if found is not None and act.base in found.kernel.gates:
+        return run_gated(found, h, act, bias, last._tag_now())
+    # Of many rows, what the last layer would quantize its input to is made with it.
+    target = linear_recipe.plan_input(x.device, settings, False).target
+    rows = flatten(h[0] if len(h) == 1 else torch.cat(h, -1))
+    made = act_quantize_2d(ActStep(rows, None, act, x.dtype, True, target))
+    assert made.out is not None
+    z = made.out.view(*x.shape[:-1], -1)
+    input_cache.open_for(z)
+    input_cache.put(z, target, made.quantized)
+    return last(z)
 
 
 def run_gated(

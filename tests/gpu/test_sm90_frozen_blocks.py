@@ -12,8 +12,9 @@ from torch import nn
 
 import te_mx
 from te_mx._ops.fused import act_quantize_2d, norm_quantize_2d
+from te_mx.autograd import linear_recipe
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-from te_mx.nn.guards import FEW_ROWS, RAN
+from te_mx.nn.guards import ON_FROZEN, RAN
 
 pytestmark = pytest.mark.usefixtures("poisoned", "direct")
 NO_CODES = Target("", "", "rceil")
@@ -60,8 +61,21 @@ def test_a_block_is_its_steps(fmt):
     whole = run(fused, x)
     for rows in (1, 3, 8, 9, 32):
         y = run(fused, x[:rows])
-        assert fused.mlp.__dict__[RAN] == FEW_ROWS
+        assert fused.mlp.__dict__[RAN] == ON_FROZEN
         assert torch.equal(y, by_steps(plain, x[:rows])) and torch.equal(y, whole[:rows])
+
+
+@pytest.mark.parametrize(("fmt", "rows"), [("mxfp8_e4m3", 65), ("mxfp8_e4m3", 300), ("mxfp4", 700)])
+def test_a_block_of_many_rows_is_its_steps(fmt, rows, monkeypatch):
+    """The last layer finds its input quantized."""
+    fused, plain = made(fmt)
+    x = torch.randn(rows, 128, device="cuda", dtype=BF16)
+    want, widths, real = by_steps(plain, x), [], linear_recipe.quantized
+    monkeypatch.setattr(
+        linear_recipe, "quantized", lambda x, to: widths.append(x.shape[1]) or real(x, to)
+    )
+    assert torch.equal(run(fused, x), want)
+    assert fused.mlp.__dict__[RAN] == ON_FROZEN and 320 not in widths
 
 
 def test_in_a_cuda_graph():

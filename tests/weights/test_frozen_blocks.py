@@ -17,7 +17,7 @@ import te_mx
 from te_mx.backends.reference import fused
 from te_mx.dispatch.fused import Norm
 from te_mx.nn import activations
-from te_mx.nn.guards import FEW_ROWS, FUSED, RAN
+from te_mx.nn.guards import FUSED, ON_FROZEN, RAN
 
 BF16 = torch.bfloat16
 DECODED, GATES = fake_sm90_decode.CALLS, fake_sm90_decode.GATES
@@ -101,7 +101,7 @@ def test_a_block_and_the_normalization_before_it(mlp, drop, rows):
     count = x[..., 0].numel()
     assert GATES == ["silu"] and [(count, 64)] == NORM_ROWS and DECODED[-1] == (count, 64, 96)
     assert len(DECODED) == (3 if mlp is Gated else 2)
-    assert fused.mlp.__dict__[RAN] == FEW_ROWS and fused.norm.__dict__[RAN] == FUSED
+    assert fused.mlp.__dict__[RAN] == ON_FROZEN and fused.norm.__dict__[RAN] == FUSED
     assert torch.equal(y, by_steps(plain, x))
     torch.testing.assert_close(y, run(plain, x), rtol=2e-2, atol=2e-2)
     assert {row.fprop for row in te_mx.audit(fused) if row.fprop} == {"sm90_mxfp4"}
@@ -127,7 +127,7 @@ def test_what_changed_or_needs_gradients_runs_its_own_forward():
         fused, plain = made()
         change(fused), change(plain)
         y = run(fused, x)
-        assert not GATES and fused.mlp.__dict__[RAN] != FEW_ROWS
+        assert not GATES and fused.mlp.__dict__[RAN] != ON_FROZEN
         torch.testing.assert_close(y, run(plain, x), rtol=2e-2, atol=2e-2)
     fused, plain = made(drop=True)
     x.requires_grad_()

@@ -18,7 +18,7 @@ from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import ACT_IDS, ActParts, ActStep, NormParts, NormRows, NormStep, Target
 from te_mx.dispatch.kernels import Kernel
-from te_mx.dispatch.problem import FROZEN_ROWS, Problem
+from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 
@@ -200,10 +200,7 @@ class HopperNormRows(Kernel):
     op, name = "norm_rows", "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem)
-        if reason is None and problem.m > FROZEN_ROWS:
-            reason = f"takes at most {FROZEN_ROWS} rows"
-        return reason or why_not_dtype(problem)
+        return why_not(problem) or why_not_dtype(problem)
 
     def run(self, step: NormRows) -> Tensor | None:
         x, weight, bias, norm, zero_centered, dtype = step
