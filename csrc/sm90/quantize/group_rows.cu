@@ -77,14 +77,14 @@ __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
   constexpr int kAtOnce = kGated ? 2 : 4;
   if (threadIdx.x == 0) s.clear();
   Values x[kTurns];
-  uint32_t entries[kTurns / 2];  // of two rows, as in BlockPair
-  uint32_t high = 0, low = 0;    // as TileScales::add_range has them
+  uint32_t high = 0, low = 0;  // as TileScales::add_range has them
   bool nan = false;
   // NOTE: lanes behind K, and rows that there are not, read what others do, which counts for
   // nothing.
   const bool exists = k < p.cols;
   const auto* const x0 = static_cast<const char*>(p.in.x) + (exists ? k : 0) * sizeof(T);
   const auto* const gate0 = static_cast<const char*>(p.in.gate) + (exists ? k : 0) * sizeof(T);
+  uint16_t* const entries = &s.blocks[lane / 4][own];  // one every kRows
   const auto load = [&](const char* from, int row) {
     return __ldcg(
         reinterpret_cast<const uint4*>(from + uint64_t{static_cast<uint32_t>(row)} * p.x_bytes));
@@ -93,8 +93,10 @@ __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
   for (int from = 0; from < kTurns; from += kAtOnce) {
     if (from * kRows >= rows) {
 #pragma unroll
-      for (int i = from; i < from + kAtOnce; ++i)
-        entries[i / 2] = 0, x[i].v[0] = make_uint4(0, 0, 0, 0);
+      for (int i = from; i < from + kAtOnce; ++i) {
+        x[i].v[0] = make_uint4(0, 0, 0, 0);
+        if (lane % 4 == 0) entries[i * kRows] = 0;
+      }
       continue;
     }
     int row[kAtOnce];
@@ -129,13 +131,11 @@ __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
       nan |= pair.nan;
       high = __vmaxu2(high, two & (two >> 8 & 0x00010001u) * 0xFF);
       low = __vmaxu2(low, two ^ 0x00FF00FFu);
-      entries[i / 2] = two;
+      if (lane % 4 == 0) {
+        entries[i * kRows] = static_cast<uint16_t>(two);
+        entries[(i + 1) * kRows] = static_cast<uint16_t>(two >> 16);
+      }
     }
-  }
-  if (lane % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i)
-      s.blocks[lane / 4][own + i * kRows] = static_cast<uint16_t>(entries[i / 2] >> 16 * (i % 2));
   }
   s.add_range(max(high & 0xFFFF, high >> 16), max(max(low & 0xFFFF, low >> 16), 255u));
   __syncthreads();
@@ -154,7 +154,7 @@ __device__ __forceinline__ void quantize_tile(const Params& p, TileScales& s,
   if (!exists) return;
   // Of the scale of its block, and then shifted to what it shares.
   const auto codes_of = [&](int i) {
-    const uint32_t entry = entries[i / 2] >> 16 * (i % 2), e = entry & 0xFF;
+    const uint32_t entry = entries[i * kRows], e = entry & 0xFF;
     const uint2 codes = x[i].codes_of(e);
     if (cls > 1 || (entry & kCounts) == 0) return codes;
     uint32_t words[2] = {codes.x, codes.y};
