@@ -384,10 +384,17 @@ def run_frozen(
     found, h = last._source.ready(last, x, settings), [one(x) for one in first]
     if found is not None and act.base in found.kernel.gates:
         return run_gated(found, h, act, bias, last._tag_now())
-    # Of many rows, what the last layer would quantize its input to is made with it.
+    # Of many rows, what the last layer would quantize its input to is made with it; where codes are
+    # all that it has of its weight, nothing else.
+    source: Any = last._source
+    alone = source.dropped and last._tokens is None
     target = linear_recipe.plan_input(x.device, settings, False).target
     rows = flatten(h[0] if len(h) == 1 else torch.cat(h, -1))
-    made = act_quantize_2d(ActStep(rows, None, act, x.dtype, True, target))
+    made = act_quantize_2d(ActStep(rows, None, act, x.dtype, not alone, target))
+    if alone and made.quantized.row is not None:
+        given = made.quantized.row, source.row(last, "weight", settings)
+        y = linear_recipe.fprop(*given, bias, settings, x.dtype, last._tag_now())
+        return y.view(*x.shape[:-1], -1)
     assert made.out is not None
     z = made.out.view(*x.shape[:-1], -1)
     input_cache.open_for(z)

@@ -3,6 +3,8 @@ of quantizing what was rounded."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import sm90_calls as calls
 import torch
@@ -332,6 +334,28 @@ GROUPED = (  # tokens as recipes ask for them; the last three are quantized in a
     Target("mxfp4@sm90_rows:8", "mxfp4+rht32:0x1234abcd@sm90_k:8", "rceil", True),
     Target("fp8_e5m2_1x128@sm90_factors_rows", "", "fp32"),
 )
+
+
+@pytest.mark.parametrize("spread", [8, 0, 9])
+@pytest.mark.parametrize("name", ["swiglu", "qgeglu", "geglu"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("rows", [1, 31, 33, 65, 127, 128, 129, 300])
+def test_gated_activations_of_rows_alone(rows, dtype, name, spread):
+    """The values, and the bytes of quantizing them."""
+    for cols, fmt in itertools.product((16, 400, 1024), (E4M3, E5M2)):
+        h = randn(rows, 2 * cols, dtype=dtype)
+        h[:, :cols] *= torch.randint(-9, 9, (rows, 1), device="cuda").exp2()
+        h[rows // 2 :, cols : cols + 32] = 0
+        row, act = f"{fmt}@sm90:{spread if fmt == E4M3 else 8}", Activation(name)
+        out = act_quantize_2d(ActStep(h, None, act, dtype, True, Target("", "", "rceil"))).out
+        theirs = quantized(out, Target(row, "", "rceil")).row
+        for keep in (True, False):
+            step = ActStep(h, None, act, dtype, keep, Target(row, "", "rceil"))
+            alone = act_quantize_2d(step)
+            same(alone.out, out if keep else None)
+            mine = alone.quantized.row
+            assert torch.equal(mine.codes[:, :cols], theirs.codes[:, :cols])
+            assert torch.equal(mine.scales, theirs.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -78,7 +78,9 @@ Status run(const ActArgs& a, const Groups* groups) {
     p.groups = group_table(*groups);
   }
   if (status != Status::ok) return status;
-  status = groups == nullptr ? act_rows(a, q) : activate_group_rows(a, q, *groups);
+  if (groups == nullptr) status = act_rows(a, q);
+  if (groups != nullptr || status == Status::unsupported)
+    status = activate_group_rows(a, q, groups);
   if (status != Status::unsupported) return status;
   p.in_pairs = a.in_pairs;
   p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
