@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
+from benchmarks import peers_cuda
 from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
 from benchmarks.gpu import GpuContext, captured
 from benchmarks.row import Row, Target
@@ -36,6 +37,7 @@ FORMATS = {  # weights: what up to 16 rows must reach, and more
     "fp8_block": (FEW, MORE),
     "nvfp4": (Target(1.8, 2.8), Target(1.4, 1.8)),
 }
+NAMES = {"mxfp8": "mxfp8_e4m3"}  # of formats; else the same
 BITS = {"mxfp4": 4.25, "nvfp4": 4.5}  # of a weight; else 8.25
 RECIPES = {
     "mxfp8": BlockScaling(x="mxfp8_e4m3", w="mxfp8_e4m3", g="mxfp8_e5m2"),
@@ -46,8 +48,13 @@ RECIPES = {
 EXPERTS, TOP_K, EXPERT_TOKENS = 128, 4, (1, 4, 16, 64)
 EXPERT_SHAPES = [(6144, 1536), (768, 6144)]  # K, N
 EXPERT_TARGETS = {"mxfp8": MUST["mxfp8_e4m3"], "mxfp4": MUST["mxfp4"], "fp8_block": None}
-# Against Triton's dot_scaled, whose inputs are quantized before.
-SCALED, SCALED_TOKENS = Target(3.0, 6.0), (1, 4, 16, 64)
+# Against Triton's dot_scaled, whose inputs are quantized before, and humming-kernels, which take
+# them as they are.
+PEERS = {
+    "dot_scaled": ("Triton dot_scaled graph", Target(3.0, 6.0)),
+    "humming": ("humming-kernels graph", Target(1.1, 1.3)),
+}
+SCALED_TOKENS = 1, 4, 16, 64
 FAR = 0.01  # of the norm of a product: far above what both round and cut off
 # Ways to cut, of csrc/include/te_mx/sm90_decode.h: CTAs of a cluster x tiles of 64 rows, by two
 # warpgroups a CTA and by four.
@@ -113,7 +120,8 @@ def dot_scaled(
 
 
 def decode(context: GpuContext) -> Iterator[Row]:
-    """y = x @ w^T of bf16 x, without a bias."""
+    """y = x @ w^T of bf16 x, without a bias. Where humming-kernels are installed, they compile all
+    that they run of a shape before."""
     for k, n in context.pick(SHAPES, [(96, 64)]):
         sets = 2 if context.quick else -(-COLD // (n * k) // CALLS) * CALLS + CALLS
         layers = {}
@@ -128,6 +136,11 @@ def decode(context: GpuContext) -> Iterator[Row]:
                 te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
         for layer in layers["nvfp4"]:
             te_mx.freeze_weights(layer, fmt="nvfp4", activations="bf16", drop_master=True)
+        weight = context.randn(n, k, seed=0)
+        peers = {
+            w: peers_cuda.humming(w, te_mx.quantize(weight, fmt=NAMES.get(w, w)), TOKENS, sets)
+            for w in peers_cuda.HUMMING
+        }
         for m in context.pick(TOKENS, (2,)):
             x = context.randn(m, k, seed=m)
             calls: dict[str, Call] = {}
@@ -142,6 +155,10 @@ def decode(context: GpuContext) -> Iterator[Row]:
                 if name in ("mxfp8", "mxfp4") and m in SCALED_TOKENS:
                     peer = dot_scaled(context, given, x, call(0))
                     calls |= {} if peer is None else {f"dot_scaled {name}": peer}
+                if (theirs := peers.get(name)) is not None:
+                    calls[f"humming {name}"] = captured(
+                        lambda i, theirs=theirs, x=x: theirs(i, x), sets, context.device, CALLS
+                    )
             times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
             each = CALLS if context.device.type == "cuda" else 1
             for w, targets in FORMATS.items():
@@ -153,12 +170,14 @@ def decode(context: GpuContext) -> Iterator[Row]:
                     *context.bandwidth(nbytes, seconds), "cuBLAS bf16 graph",
                     times.ratio("bf16", w), targets[m > 16],
                 )  # fmt: skip
-                if f"dot_scaled {w}" in calls:
-                    us = times.seconds(f"dot_scaled {w}") / each * 1e6
+                for name, (peer, must) in PEERS.items():
+                    if f"{name} {w}" not in calls:
+                        continue
+                    us = times.seconds(f"{name} {w}") / each * 1e6
                     yield Row(
                         f"decode {w}", f"M{m} {n} {k}", kernel, seconds * 1e6,
-                        *context.bandwidth(nbytes, seconds), "Triton dot_scaled graph",
-                        times.ratio(f"dot_scaled {w}", w), SCALED, f"{us:.1f} us",
+                        *context.bandwidth(nbytes, seconds), peer,
+                        times.ratio(f"{name} {w}", w), must, f"{us:.1f} us",
                     )  # fmt: skip
 
 

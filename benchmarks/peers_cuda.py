@@ -1,10 +1,13 @@
 """What else multiplies in FP8 on a Hopper GPU, for D[M, N] = lhs[M, K] @ rhs[N, K]^T in bf16.
 
 Only Triton's dot_scaled computes MXFP8 (a scale for every 32 of K on both sides); the others show
-what coarser scales allow.
+what coarser scales allow. Of weights that stand still humming-kernels reads the same codes, with
+inputs in bf16 as they are.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +21,12 @@ MXPair = tuple[te_mx.MXTensor, te_mx.MXTensor]
 E4M3_MAX = 448.0
 # FP8 of these scales is 4 % off the bf16 product; a scale in a wrong place is off by far more.
 MAX_ERROR = 0.2
+# Weights as humming-kernels names them: pip install humming-kernels, which vLLM prefers on Hopper.
+HUMMING = {
+    "mxfp8": {"quant_method": "modelopt", "quant_algo": "mxfp8"},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "nvfp4"},
+}
 
 
 def _quantize(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -85,6 +94,48 @@ def dot_scaled(plain: list[Pair], quantized: list[MXPair]) -> Call:
     if best is None:
         raise RuntimeError("no configuration fits these sizes and this GPU")
     return best
+
+
+def humming(
+    fmt: str, rhs: te_mx.MXTensor, rows: Sequence[int], sets: int
+) -> Callable[[int, Tensor], Tensor] | None:
+    """(i, x [M, K] in bf16) -> x times copy i of a weight [N, K] of HUMMING, by humming-kernels as
+    they choose for M, one of `rows`; None where they are not installed or do not take it. Their
+    kernels are compiled here, several at a time."""
+    if rhs.device.type != "cuda":
+        return None
+    try:
+        from humming.layer import HummingLayer
+        from humming.tune import get_heuristics_config
+
+        (n, k), row = rhs.shape, rhs.operand("rowwise")
+        assert row is not None
+        layer = HummingLayer(
+            shape_n=n, shape_k=k, weight_config=dict(HUMMING[fmt]), pad_n_to_multiple=128,
+            torch_dtype=torch.bfloat16,
+        ).to(rhs.device)  # fmt: skip
+        given = {"weight": row.codes, "weight_scale": row.scales}
+        if row.tensor_scale is not None:
+            given["weight_scale_2"] = row.tensor_scale.float()
+        for name, value in given.items():
+            held = getattr(layer, name)
+            held.data = value.view(held.dtype).reshape(held.shape).clone()
+        layer.transform()
+        ways = get_heuristics_config(layer.humming_config)  # (from, to, configuration)
+        chosen = json.dumps([way for way in ways if any(way[0] < m <= way[1] for m in rows)])
+        x = torch.ones((rows[0], k), dtype=torch.bfloat16, device=rhs.device)
+        expected = rhs.dequantize(torch.float32).sum(1)
+        error = float((layer(x, tuning_config=chosen)[0].float() - expected).norm())
+    except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
+        print(f"not run: humming {fmt} ({str(failure).strip() or type(failure).__name__})")
+        return None
+    if not error < MAX_ERROR / 20 * float(expected.norm()):
+        print(f"not run: humming {fmt} (its result is off by {error:.3g})")
+        return None
+    copies = [copy.copy(layer) for _ in range(sets)]
+    for one in copies:
+        one._parameters = {name: value.clone() for name, value in layer._parameters.items()}
+    return lambda i, x: copies[i % sets](x, tuning_config=chosen)
 
 
 PEERS: dict[str, Callable[[list[Pair], list[MXPair]], Call]] = {
