@@ -54,7 +54,7 @@ class FusedBlock(Reclassed):
         if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
             made, self.__dict__[RAN] = above.distributed.run_block(self, args[0])
             return super().forward(*args) if made is None else made  # type: ignore[misc]
-        if len(args) == 1 and not kwargs and (made := self._frozen(args[0])) is not None:
+        if len(args) == 1 and not kwargs and (made := self._on_codes(args[0])) is not None:
             self.__dict__[RAN] = ON_FROZEN
             return made
         if len(args) == 1 and not kwargs:
@@ -67,7 +67,7 @@ class FusedBlock(Reclassed):
                 return run_as_step(self.__dict__[ATTRIBUTE].act, layers, args[0], settings)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def _frozen(self, x: Any) -> Tensor | None:
+    def _on_codes(self, x: Any) -> Tensor | None:
         """The block where all its layers are frozen; None where it is not."""
         last: Any = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
         if is_tracing() or type(last) is not Linear or why_not_given(x) or not last._source.decodes:

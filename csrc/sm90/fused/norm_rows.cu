@@ -1,4 +1,4 @@
-// Normalization of few rows, each by a CTA of its own: what stands between two products of a
+// Normalization of rows, each by a CTA of its own: what stands between two products of a
 // decoding step. Next to no work, so what counts is the way to it: the kernel starts while the one
 // before ends, has its weights in L2 by then, and lets the next one ask for its own.
 #include <type_traits>
