@@ -34,8 +34,12 @@ def add_norm(x: Tensor, more: Tensor | None, norm: nn.Module) -> tuple[Tensor, T
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [B, T, H+2P, E] turned by their positions."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """Heads [B, T, H+2P, E] turned by their positions, as many of them as sin has."""
+    made, half = x * cos, x.shape[-1] // 2
+    heads, to = x[:, :, : sin.shape[-2]], made[:, :, : sin.shape[-2]]
+    to[..., :half].addcmul_(heads[..., half:], sin[..., :half])
+    to[..., half:].addcmul_(heads[..., :half], sin[..., half:])
+    return made
 
 
 def mixing(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -87,10 +91,13 @@ class Layer(nn.Module):
         """[B, T, (H+2P)*E] -> [B, T, H*E]; keys and values go into the cache [2, B, P, S, E]."""
         b, t, _ = qkv.shape
         h, p, e = self.heads, self.pairs, self.head
-        # Queries and keys turn; the cosines of values are 1 and their sines 0.
+        # Queries and keys turn; the cosines of values are 1.
         qkv = at.pieces.turned(qkv.view(b, t, h + 2 * p, e), at.cos, at.sin).transpose(1, 2)
-        cache.index_copy_(3, at.positions, qkv[:, h:].view(b, 2, p, t, e).transpose(0, 1))
-        if t > 1:
+        given = qkv[:, h:].view(b, 2, p, t, e).transpose(0, 1)
+        if t == 1:
+            cache.index_copy_(3, at.positions, given)
+        else:
+            cache[:, :, :, :t] = given
             q, keys, values = qkv.split([h, p, p], 1)
             mixed = F.scaled_dot_product_attention(
                 q, keys, values, is_causal=True, enable_gqa=h != p
@@ -105,16 +112,18 @@ class Layer(nn.Module):
 
 
 class At:
-    """Where in their sequences tokens are: positions [T], cos and sin [T, H+2P, E], mask [T, S].
-    More than one token are a prompt, whose positions start at 0."""
+    """Where in their sequences tokens are: positions [T], cos [T, H+2P, E], sin [T, H+P, E] and
+    mask [T, S]. More than one token are a prompt, whose positions start at 0."""
 
     def __init__(self, model: "Decoder", positions: Tensor) -> None:
         self.positions = positions
-        rows = model.tables.index_select(0, positions)
-        turned = (rows.shape[1] - model.places) // 2
-        cos, sin, self.mask = rows.split([turned, turned, model.places], 1)
+        count = len(positions)
+        rows = model.tables[:count] if count > 1 else model.tables.index_select(0, positions)
+        kept = model.config.num_attention_heads + model.pairs
+        both = (kept + model.pairs) * model.head, kept * model.head
+        cos, sin, self.mask = rows.split([*both, model.places], 1)
         self.cos, self.sin = (one.unflatten(1, (-1, model.head)) for one in (cos, sin))
-        self.pieces = model.pieces if len(positions) == 1 else EAGER
+        self.pieces = model.pieces if count == 1 else EAGER
 
 
 class Decoder(nn.Module):
@@ -138,17 +147,13 @@ class Decoder(nn.Module):
         turned = config.num_attention_heads + self.pairs
         with self.norm.weight.device:
             cos, sin = rotary(config, places)
-            ones, zeros = (
-                torch.full((places, self.pairs, self.head), float(value)) for value in (1, 0)
-            )
+            ones = torch.ones(places, self.pairs, self.head)
             later = torch.full((places, places), float("-inf")).triu(1)
         each = (places, turned, self.head)
-        rotation = [
-            torch.cat([table[:, None].expand(each), still], 1).flatten(1)
-            for table, still in ((cos, ones), (sin, zeros))
-        ]
+        cos, sin = (table[:, None].expand(each) for table in (cos, sin))
         # What a position decides lies in one row, which one kernel reads.
-        tables = torch.cat([*rotation, later], 1).to(self.norm.weight.dtype)
+        tables = torch.cat([torch.cat([cos, ones], 1).flatten(1), sin.flatten(1), later], 1)
+        tables = tables.to(self.norm.weight.dtype)
         self.register_buffer("tables", tables, persistent=False)
 
     def new_cache(self, sequences: int) -> list[Tensor]:
