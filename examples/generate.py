@@ -71,7 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--drop-master", action="store_true", help="keep the codes alone, without the bf16 weights"
     )
-    p.add_argument("--head", action="store_true", help="quantize the head over the vocabulary too")
+    p.add_argument(
+        "--head", action="store_true",
+        help="quantize the head over the vocabulary too: without masters, 1b on an H200 takes 0.59 "
+        "(MXFP8) and 0.38 (MXFP4) of the memory of bf16 then, where it takes 0.65 and 0.46",
+    )  # fmt: skip
     p.add_argument("--only", choices=decoding.MODES, help="one of the three runs")
     p.add_argument("--threads", type=int, help="CPU threads; torch decides if not given")
     p.add_argument(
