@@ -84,18 +84,6 @@ def test_packing_while_quantizing_any_input(kind, rule, fmt, dtype):
     assert_packed(col, layout.pack(parts.col_codes, parts.col_scales, fmt), 384)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [*KINDS, "channels"])
-@pytest.mark.parametrize("rows", [1, 31, 32, 33, 64, 65, 96, 127, 128, 129, 200, 300])
-def test_rows_alone(rows, kind, dtype):
-    """Several blocks of threads share a tile then."""
-    for i, (cols, fmt) in enumerate(itertools.product((16, 128, 400, 1024), ("e4m3", "e5m2"))):
-        x, rule = calls.data(rows, cols, kind, dtype), ("rceil", "floor")[i // 2 % 2]
-        for spread in (8, 0, layout.BY_ROWS)[: 3 if fmt == "e4m3" else 2]:
-            row, _, _ = calls.quantize(x, fmt, rule, spread=spread, col=None)
-            assert_packed(row, layout.pack(*plain(x, fmt, rule)[:2], fmt, spread), cols)
-
-
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("span", [(0, 256), (100, 108), (120, 140), (253, 256)])
 def test_packing_takes_any_bytes(fmt, span):

@@ -16,7 +16,8 @@ namespace te_mx::sm90 {
 namespace {
 
 constexpr int kThreads = 32 * kTileWarps, kRows = kThreads / 16, kTurns = 128 / kRows;
-constexpr int kCtas = 12;  // of an SM, in all
+// CTAs of an SM, in all, where groups have many rows in the mean and where they have few.
+constexpr int kCtas = 12, kCtasOfFew = 6, kFewRows = 64;
 // Of one matrix: CTAs of a cluster, tiles an SM up to which this is faster, and CTAs an SM that run
 // at once.
 constexpr int kMostParts = 4, kMostTiles = 4, kCtasAtOnce = 3;
@@ -292,7 +293,11 @@ Status run(Params& p, const QuantizeTask& q, const Groups* groups) {
   p.rule = q, p.rule.carry = scale_carry(q.element, q.rule) * 0x10001u;
   p.in.dtype = q.x_dtype;
   // NOTE: finding a tile's group takes as long as one of its steps.
-  const int64_t turns = groups == nullptr ? steps : std::max<int64_t>(1, kCtas * sms / tiles);
+  int64_t turns = steps;
+  if (groups != nullptr) {
+    const int ctas = groups->rows > kFewRows * groups->count ? kCtas : kCtasOfFew;
+    turns = std::max<int64_t>(1, ctas * sms / tiles);
+  }
   const dim3 grid(static_cast<unsigned>(tiles << p.part_bits),
                   static_cast<unsigned>(std::min<int64_t>({steps, turns, 65535})));
   Launch at{grid, dim3(kThreads), q.stream};
@@ -311,10 +316,10 @@ bool tell_gated(Params& p, const ActArgs& a, const QuantizeTask& q) {
 
 }  // namespace
 
-Status quantize_group_rows(const QuantizeTask& q, const Groups* groups, const int32_t* gather) {
+Status quantize_group_rows(const QuantizeTask& q, const Groups& groups, const int32_t* gather) {
   Params p{};
   p.in.x = q.x, p.in.ld = q.x_stride, p.in.e5m2 = q.element == Element::e5m2, p.gather = gather;
-  return run(p, q, groups);
+  return run(p, q, &groups);
 }
 
 Status activate_group_rows(const ActArgs& a, const QuantizeTask& q, const Groups* groups) {

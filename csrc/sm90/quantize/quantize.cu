@@ -1,7 +1,6 @@
 // Entry points of quantize: one matrix, and two at a time; host code shared with other quantizers.
 #include <cfloat>
 
-#include "quantize/group_rows.h"
 #include "quantize/quantize_launch.cuh"
 #include "quantize/quantize_two.h"
 
@@ -206,10 +205,6 @@ Status quantize(const QuantizeArgs& args) {
   }
   if (!rounds_plainly(args.to)) {
     return is_blockwise(args.to.scaling) ? Status::unsupported : quantize_randomly(task, args.to);
-  }
-  if (!is_blockwise(args.to.scaling)) {
-    const Status few = quantize_group_rows(task, nullptr);
-    if (few != Status::unsupported) return few;
   }
   return launch(task, args.to, Start::early);
 }

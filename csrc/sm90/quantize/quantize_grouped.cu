@@ -52,7 +52,7 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
     QuantizeParams p;
     status = quantize_params(a, tiles, tiles * kTile, p);
     if (status != Status::ok) return status;
-    status = quantize_group_rows(a, &groups, args.gather);
+    status = quantize_group_rows(a, groups, args.gather);
     if (status != Status::unsupported) return status;
     RowTiles where = row_tiles_of(a.x, group_table(groups));
     where.gather = args.gather;
