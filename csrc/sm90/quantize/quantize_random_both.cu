@@ -132,7 +132,7 @@ __device__ __forceinline__ void ask_ahead(const RandomParams& all, const Tile& t
 template <bool kRandom>
 __global__ void __launch_bounds__(kQuantizeThreads, 3)
     both_kernel(const __grid_constant__ RandomParams all) {
-  extern __shared__ __align__(16) uint8_t room[];
+  extern __shared__ __align__(128) uint8_t room[];
   RandomSmem& smem = *reinterpret_cast<RandomSmem*>(room);
   QuantizeSmem& s = smem.q;
   tile::let_dependents_start();
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   const QuantizeParams& p = all.q;
   Tile t;
   if (!find_rows(t, p, all.groups)) return;
-  const Place at;
+  const Place at(static_cast<int>(threadIdx.x % kQuantizeThreads));
   uint32_t all_x[8][4];
   load_tile(all_x, p, t, at, &s.codes[0][0] + 64 * threadIdx.x);
   // NOTE: without random words it costs more than it saves.
@@ -157,27 +157,30 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   RowCodes<kRandom> rows(smem, all_x, at, p.a, p.row.packed);
   __syncwarp();
   if (!p.x_vectors) __syncthreads();  // the slots of load_patch() lie elsewhere
-  const Slots slots(smem);
+  const Slots slots(smem, threadIdx.x % kQuantizeThreads);
+  const uint32_t to_even = slots.to_even();
   uint32_t row_codes[8] = {};
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     const auto& x = all_x[k];
-    tile::st_shared_u32x4(slots.to(k), make_uint4(x[0], x[1], x[2], x[3]));
+    tile::st_shared_u32x4(Slots::row(to_even, k), make_uint4(x[0], x[1], x[2], x[3]));
   }
   const bool clamps = p.a.rule != ScaleRule::rceil;  // a scale may be too small
   // NOTE: loops, not all eight rows and both columns at once: an SM keeps their code.
+  uint2 key = {};
+  if constexpr (kRandom) {
+    // NOTE: by reductions, so that the keys of all rounds lie in uniform registers.
+    key = key_of(all.seed);
+    key = make_uint2(__reduce_max_sync(~0u, key.x), __reduce_max_sync(~0u, key.y));
+  }
 #pragma unroll 1
   for (int h = 0; h < 2; ++h) {
     uint4 words[4] = {};
     if constexpr (kRandom) {
-      draw(words, all.first + static_cast<uint32_t>(t.r0 + at.r) + 4 * h, t.c0() + at.c,
-           key_of(all.seed));
+      draw(words, all.first + static_cast<uint32_t>(t.r0 + at.r) + 4 * h, t.c0() + at.c, key);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        tile::st_shared_u32x4(
-            slots.words_to(h, j),
-            make_uint4(part(words[0], j), part(words[1], j), part(words[2], j), part(words[3], j)));
-      }
+      for (int k = 0; k < 4; ++k)
+        tile::st_shared_u32x4(Slots::row(to_even, k) + kWords + 512 * h, words[k]);
     }
     if (!p.row.enabled) continue;
 #pragma unroll
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
     const uint4 by4 = tile::ld_shared_u32x4(rows.at_by + 16 * h);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint4 w = tile::ld_shared_u32x4(slots.to(4 * h + k));
+      const uint4 w = tile::ld_shared_u32x4(Slots::row(to_even, k) + 512 * h);
       uint32_t x[4] = {w.x, w.y, w.z, w.w}, by = part(by4, k);
       if (clamps || rows.far)
         rows.prepare(x, by, s.row.blocks[at.row_block][at.r + 4 * h + k], clamps);
@@ -212,22 +215,27 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
       e[0] = e[1];
       e[1] = cols.run(codes[1], slots, c, all);
     }
-    const int thread = static_cast<int>(tile::keep(threadIdx.x));  // made anew, as below
-    const Place place(thread);
+    const uint32_t thread = tile::keep(threadIdx.x) % kQuantizeThreads;  // made anew, as below
     const Slots back(smem, thread);
     const auto found = [](const uint32_t (&w)[4]) {
       return (w[0] | w[1] | w[2] | w[3]) & 0x77777777u;
     };
     const uint32_t any[2] = {found(codes[0]), found(codes[1])};
-    nan |= cols.finish(s.col, any, e, place.c + 2 * place.lane_r, place.band, p.col.packed);
+    const uint32_t warp = thread / 32;
+    nan |= cols.finish(s.col, any, e, 64 * (warp % 2) + back.column(0), warp / 2, p.col.packed);
     __syncwarp();
 #pragma unroll
-    for (int g = 0; g < 4; ++g) tile::st_shared_u32x2(back.codes_to(g), codes[0][g], codes[1][g]);
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t to = back.codes_to(c);
+#pragma unroll
+      for (int g = 0; g < 4; ++g) tile::st_shared_u32(to + 256 * g, codes[c][g]);
+    }
     __syncwarp();
-    load_eight(col_codes, back.codes_from(0), 512);
+    const uint32_t from = back.codes_from();
+    load_eight(col_codes, from, (from ^ 64) + 128);
   }
   // NOTE: made anew; registers hold no places through the columns.
-  const Place place(static_cast<int>(tile::keep(threadIdx.x)));
+  const Place place(static_cast<int>(tile::keep(threadIdx.x) % kQuantizeThreads));
   nan = __syncthreads_or(nan);
   t = smem.tile;
   const TileClasses classes = finish_scales<kFmt, true>(p, s, t, sums);
@@ -235,10 +243,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   if (p.row.packed) {
     const Shifts shifts(s.row, classes.row_exponent, true, classes.row);
     const uint4 tables = tables_of(s.row, shifts, place.row_block, place.r, nan);
-    RowWriter out(p.row, t, place);
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-      out.write(k, tile::Fp4Table(smem.tables[half_of(tables, k)]).eight(row_codes[k]));
+    write_plain(p.row, t, place, [&](int k) {
+      return tile::Fp4Table(smem.tables[half_of(tables, k)]).eight(row_codes[k]);
+    });
   }
   if (!p.col.enabled) return;
   if (p.a.col_lies_as_x) {
@@ -279,7 +286,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
 
 Status quantize_both_randomly(const RandomParams& given, cudaStream_t stream) {
   RandomParams p = given;
-  for (int i = 0; i < 32; ++i) p.turns[i] = (p.signs >> i & 1) != 0 ? -1.0f : 1.0f;
+  for (int i = 0; i < 32; ++i) p.turns[i] = p.size != 0 ? (p.signs >> i & 1) << 31 : 0;
   p.ahead = 3 * static_cast<uint32_t>(current_device().sms);
   const bool random = p.seed != nullptr;
   const auto kernel = random ? both_kernel<true> : both_kernel<false>;

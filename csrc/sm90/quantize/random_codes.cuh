@@ -14,8 +14,8 @@ struct RandomParams {
   uint32_t first;       // number of x's first row, modulo 2^32
   int size;             // of the transform, 0 for none
   uint32_t signs;
-  uint32_t ahead;   // CTAs that run at once, of both directions
-  float turns[32];  // 1 or -1: the sign that the transform gives each row of a block of 32
+  uint32_t ahead;      // CTAs that run at once, of both directions
+  uint32_t turns[32];  // signs that the transform gives the rows of a block of 32: 0 or 2^31
 };
 
 // ------------------------------------------------------------------------------------- transforms
@@ -95,17 +95,6 @@ __device__ __forceinline__ uint32_t step_nearest(float v) {
       max((__float_as_uint(v) & 0x7F800000u) + (22u << 23), __float_as_uint(2.0f));
   const uint32_t sum = __float_as_uint(__fadd_rn(fabsf(v), __uint_as_float(magic)));
   return sum + (sum >> 22);
-}
-// The same of two bf16 numbers times a factor that has kToNearestBf16 in it: codes in the lower
-// halves of bytes 0 and 2.
-inline constexpr float kToNearestBf16 = 0x1p-5f;
-__device__ __forceinline__ uint32_t steps_nearest(uint32_t x, __nv_bfloat162 factor) {
-  const auto bf16 = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
-  const auto bits_of = [](__nv_bfloat162 v) { return *reinterpret_cast<const uint32_t*>(&v); };
-  const uint32_t scaled = bits_of(__hmul2(bf16(x), factor));
-  const uint32_t magic = __vmaxu2((scaled & 0x7F807F80u) + 0x03000300u, 0x40004000u);
-  const uint32_t sum = bits_of(__hfma2(bf16(x), factor, bf16(magic | (x & 0x80008000u))));
-  return sum + (sum >> 6);
 }
 
 // Eight codes as plain rows have them, the first in the lowest bits, of magnitudes in bytes 0 and

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mxtile/sm90/shared.cuh"
+#include "mxtile/sm90/turned.cuh"
 #include "quantize/random_codes.cuh"
 
 namespace te_mx::sm90 {
@@ -10,42 +11,54 @@ namespace te_mx::sm90 {
 using Bf16 = __nv_bfloat16;
 
 // NOTE: numbers and random words wait in shared memory, not in registers: three CTAs fit on an SM.
+inline constexpr int kBeforeQuantizeSmem = 48 + 128 + 2048;
 struct RandomSmem {
   Tile tile;
   alignas(8) uint2 tables[16];          // of fp4.cuh's u, and of NaN
   alignas(16) uint32_t row_by[4][128];  // what blocks of rows are multiplied by
-  QuantizeSmem q;                       // its codes are the first half of x
-  uint4 x[4][kQuantizeThreads];         // the second half
-  uint4 words[8][kQuantizeThreads];     // where there are any
+  // Codes begin at a multiple of 128.
+  alignas(16) uint8_t unused[128 - (kBeforeQuantizeSmem + offsetof(QuantizeSmem, codes)) % 128];
+  QuantizeSmem q;                    // its codes are the first half of x
+  uint4 x[4][kQuantizeThreads];      // the second half
+  uint4 words[8][kQuantizeThreads];  // where there are any
 };
-// The four lanes of a band exchange what they have: x as rows, of which a lane takes a word of
-// each; random words as vectors of one word of four rows.
+// The lanes of a warp exchange what they have. Its 32 rows of x lie in rows of 128 bytes, a lane's
+// eight columns in 16 of them, which are xored with 64 in odd rows: so ldmatrix reads from two rows
+// of four lanes at once. Random words lie alike, a half for a number.
 inline constexpr int kWarpRoom = 8 * 32 * 16, kWords = kTileWarps * kWarpRoom;
 static_assert(sizeof(QuantizeSmem::codes) + sizeof(RandomSmem::x) == kWords);
+static_assert(offsetof(RandomSmem, q.codes) % 128 == 0);
 struct Slots {
   uint32_t warp, lane;
-  __device__ __forceinline__ explicit Slots(const RandomSmem& s, int thread = threadIdx.x)
+  __device__ __forceinline__ explicit Slots(const RandomSmem& s, uint32_t thread)
       : warp(tile::smem_addr(&s.q.codes[0][0]) + kWarpRoom * (thread / 32)), lane(thread % 32) {}
-  // Row k of this lane.
-  __device__ __forceinline__ uint32_t to(int k) const {
-    return warp + 16 * (lane % 8) + 1024 * (lane / 8) + 128 * k;
+  // Even rows k of this lane's eight; odd ones lie at to_even() ^ 64.
+  __device__ __forceinline__ uint32_t to_even() const {
+    return warp + 16 * (lane % 8) + 1024 * (lane / 8);
   }
-  // Its word of row r of the band.
-  __device__ __forceinline__ uint32_t from(int r) const {
-    return warp + 16 * (lane % 8) + 4 * (lane / 8) + 128 * r;
+  static __device__ __forceinline__ uint32_t row(uint32_t to_even, int k) {
+    return (k % 2 == 0 ? to_even : to_even ^ 64) + 128 * k;
   }
-  // Random words j of rows 4 h to 4 h + 3 of this lane; its own of rows 4 v to 4 v + 3 of the band.
-  __device__ __forceinline__ uint32_t words_to(int h, int j) const {
-    return kWords + warp + 16 * (lane % 8) + 1024 * (lane / 8) + 512 * h + 128 * j;
+  // What the lane gives to ldmatrix for the first eight rows of a column of each lane, of the
+  // columns that the lanes lane % 4 of all rows have, as their number lane / 4; its second column
+  // is four lanes on: at from() ^ 64. Eight rows further are 1024 bytes.
+  __device__ __forceinline__ uint32_t from() const {
+    return warp + 256 * (lane / 8) + 128 * (lane % 2) + 16 * (lane % 8 / 2) + 64 * (lane % 2);
   }
-  __device__ __forceinline__ uint32_t words_from(int v) const {
-    return kWords + warp + 16 * lane + 512 * v;
+  // Column c of the lane's two, of the warp's 64.
+  __device__ __forceinline__ int column(int c) const {
+    return static_cast<int>(8 * (lane % 4) + lane / 4) + 32 * c;
   }
-  // Codes come back as pairs of words: of eight rows, and the two columns of a lane.
-  __device__ __forceinline__ uint32_t codes_to(int g) const {
-    return warp + 8 * (lane / 8 % 2) + 512 * (lane / 16) + 16 * (lane % 8) + 128 * g;
+  // Codes of eight rows come back as words, those of the eight columns of a lane: of column c rows
+  // 8 g at codes_to(c) + 256 g.
+  __device__ __forceinline__ uint32_t codes_to(int c) const {
+    const uint32_t chunk = lane % 4, j = lane / 4;
+    return (warp + 16 * chunk + 4 * (j % 4) + 128 * (j / 4) + 64 * (j / 4)) ^ (c == 0 ? 0 : 64);
   }
-  __device__ __forceinline__ uint32_t codes_from(int h) const { return warp + 16 * lane + 512 * h; }
+  // Words of columns 0 to 3; those of 4 to 7 lie at (codes_from() ^ 64) + 128.
+  __device__ __forceinline__ uint32_t codes_from() const {
+    return warp + 256 * (lane / 8) + 16 * (lane % 8);
+  }
 };
 __device__ __forceinline__ uint32_t part(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
@@ -56,8 +69,8 @@ __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
 }
 
 // Eight words of two vectors of shared memory.
-__device__ __forceinline__ void load_eight(uint32_t (&to)[8], uint32_t from, int step = 16) {
-  const uint4 a = tile::ld_shared_u32x4(from), b = tile::ld_shared_u32x4(from + step);
+__device__ __forceinline__ void load_eight(uint32_t (&to)[8], uint32_t first, uint32_t second) {
+  const uint4 a = tile::ld_shared_u32x4(first), b = tile::ld_shared_u32x4(second);
   to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
   to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
@@ -72,6 +85,27 @@ __device__ __forceinline__ uint32_t nonzero_blocks(const uint32_t (&codes)[8]) {
   found |= __shfl_xor_sync(~0u, found, kBit);
   return found | __shfl_xor_sync(~0u, found, 2 * kBit);
 }
+
+// Steps to nearest even (random_codes.cuh) of two bf16 numbers in each of two words, for sums where
+// 2 is the step of the smallest codes: codes in the lower halves of bytes 0 and 2. factor: a power
+// of two, twice.
+struct NearestBf16 {
+  uint32_t factor, exponents;  // what those of numbers grow by to become those of the power of two
+
+  __device__ __forceinline__ explicit NearestBf16(uint32_t two) {
+    exponents = __byte_perm(two - 0x3F00, 0, 0x1010);
+    const __nv_bfloat162 by =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&two), __float2bfloat162_rn(0x1p-5f));
+    factor = *reinterpret_cast<const uint32_t*>(&by);
+  }
+  __device__ __forceinline__ uint32_t steps(uint32_t x) const {
+    const auto bf16 = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
+    const uint32_t magic = __viaddmax_s16x2(x & 0x7F807F80u, exponents, 0x40004000u);
+    const __nv_bfloat162 v = __hfma2(bf16(x), bf16(factor), bf16(magic | (x & 0x80008000u)));
+    const uint32_t sum = *reinterpret_cast<const uint32_t*>(&v);
+    return sum + (sum >> 6);
+  }
+};
 
 // The rows of a thread: what their blocks are multiplied by, and codes.
 template <bool kRandom>
@@ -103,10 +137,7 @@ struct RowCodes {
       if constexpr (kRandom) {
         return __float_as_uint(__fmul_rn(__uint_as_float(factor << 16), far ? 1.0f : kToSteps));
       } else {
-        const uint32_t two = factor * 0x10001u;
-        const __nv_bfloat162 f = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&two),
-                                         __float2bfloat162_rn(kToNearestBf16));
-        return *reinterpret_cast<const uint32_t*>(&f);
+        return factor * 0x10001u;
       }
     };
     tile::st_shared_u32x2(tile::smem_addr(&s.row_by[at.row_block][at.folded_row()]),
@@ -146,13 +177,13 @@ struct RowCodes {
       }
       return nibbles_of_steps(w);
     } else {
+      const NearestBf16 nearest(by);
       uint32_t bytes[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t w[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-          w[j] = steps_nearest(x[2 * i + j], *reinterpret_cast<const __nv_bfloat162*>(&by));
+        for (int j = 0; j < 2; ++j) w[j] = nearest.steps(x[2 * i + j]);
         const uint32_t codes = __byte_perm(w[0], w[1], 0x6420) & 0x07070707u;
         const uint32_t signs = __byte_perm(x[2 * i], x[2 * i + 1], 0x7531) >> 4 & 0x08080808u;
         bytes[i] = codes | signs;
@@ -166,7 +197,7 @@ struct RowCodes {
     QuantizeSmem& s = smem.q;
     if (nan) {
       uint32_t by[8];
-      load_eight(by, at_by);
+      load_eight(by, at_by, at_by + 16);
 #pragma unroll
       for (int k = 0; k < 8; ++k) codes[k] = isnan(__uint_as_float(by[k])) ? 0 : codes[k];
     }
@@ -194,14 +225,27 @@ __device__ __forceinline__ void add_up(float (&v)[32], int count) {
     }
   }
 }
-// The first sums of 16, of numbers that take signs.
-template <int kFirst>
-__device__ __forceinline__ void add_signed(float (&v)[32], const float (&signs)[32]) {
-#pragma unroll
-  for (int i = kFirst; i < kFirst + 16; i += 2) {
-    const float a = v[i] * signs[i], b = v[i + 1];
-    v[i] = __fmaf_rn(b, signs[i + 1], a), v[i + 1] = __fmaf_rn(b, -signs[i + 1], a);
-  }
+// To nearest even, of numbers 2^-14 times as large as codes say: the sum with a power of two, and a
+// half, cuts a number off at a step, half its binade or 2^-15. As E5M2 the numbers of codes are
+// these codes with their signs in bit 7 and a zero behind them, since its subnormal numbers begin
+// there.
+inline constexpr float kToRounded = 0x1p-14f;
+__device__ __forceinline__ float round_nearest(float v) {
+  const uint32_t bits = __float_as_uint(v) & 0x7F800000u;
+  const float magic = __uint_as_float(max(bits + 0x0B400000u, (127u - 14 + 22) << 23 | 0x400000u));
+  return __fsub_rn(__fadd_rn(v, magic), magic);
+}
+
+// Eight codes as plain rows have them, the first in the lowest bits, of numbers 2^-14 times as
+// large, and others with their signs.
+__device__ __forceinline__ uint32_t nibbles_of_rounded(const float (&rounded)[8],
+                                                       const float (&v)[8]) {
+  const auto four = [](const float (&of)[8], int i) {
+    return tile::fp8x4<tile::Fp8::e5m2>(of[i], of[i + 2], of[i + 4], of[i + 6]);
+  };
+  const uint32_t even = four(rounded, 0) >> 1, odd = four(rounded, 1) << 3;
+  const uint32_t signs = (four(v, 0) >> 4 & 0x08080808u) | (four(v, 1) & 0x80808080u);
+  return (((even & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u)) & 0x77777777u) | signs;
 }
 
 inline constexpr uint32_t kNotFinite = 511, kFp4Emax = 2;
@@ -217,14 +261,13 @@ struct ColumnCodes {
   // What the numbers of a block are multiplied by.
   static __device__ __forceinline__ float factor_of(uint32_t e) {
     if constexpr (kRandom) return __fmul_rn(__uint_as_float((254 + kFp4Emax - e) << 23), kToSteps);
-    return __uint_as_float((254 + kFp4Emax - 21 - e) << 23);
+    return __uint_as_float((254 + kFp4Emax - 14 - e) << 23);
   }
 
   // Codes of column c of the thread's two, and e + kFp4Emax of its block, or kNotFinite.
   __device__ __forceinline__ uint32_t run(uint32_t (&codes)[4], const Slots& slots, int c,
                                           const RandomParams& p) const {
     float v[32];
-    const float factor = transform_factor(p.size);
     // Whether the first and the second 16 rows are transformed, and all 32 as one.
     const bool one = p.size == 32 && rows >= 32, first = one || (p.size == 16 && rows >= 16),
                second = one || (p.size == 16 && rows >= 32);
@@ -234,17 +277,33 @@ struct ColumnCodes {
     const uint32_t carry = rule == ScaleRule::rceil  ? 0x3FFFFFu
                            : rule == ScaleRule::even ? 0x200000u
                                                      : 0;
-    const uint32_t half = c == 0 ? 0x1044 : 0x3244;
-    const uint32_t from = slots.from(0);
+    const uint32_t from = slots.from() ^ (c == 0 ? 0 : 64);
+    const uint32_t upper = tile::keep(0xFFFF0000u);  // or signs would wait in registers
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      v[i] = __uint_as_float(tile::permute_bytes(tile::ld_shared_u32(from + 128 * i), 0, half));
-    const auto multiply = [&](int from) {
+    for (int i = 0; i < 4; ++i) {
+      uint32_t x[4];
+      tile::ldmatrix_x4_turned(x, from + 1024 * i);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) v[from + i] = __fmul_rn(v[from + i], factor);
+      for (int j = 0; j < 4; ++j) {
+        const int r = 8 * i + 2 * j;
+        v[r] = __uint_as_float((x[j] << 16) + p.turns[r]);
+        v[r + 1] = __uint_as_float((x[j] & upper) ^ p.turns[r + 1]);
+      }
+    }
+    if (p.size != 0 && !(first && second)) {  // chunks that are not whole stay
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (i < 16 ? !first : !second) v[i] = __uint_as_float(__float_as_uint(v[i]) ^ p.turns[i]);
+      }
+    }
+    const auto multiply = [&v](float by, int count) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) v[i] = __fmul_rn(v[i], by);
     };
-    if (first) add_signed<0>(v, p.turns), add_up<0, 2, 16>(v, 16);
-    if (second) add_signed<16>(v, p.turns), add_up<16, 2, 16>(v, 16);
+    if (first) add_up<0, 1, 16>(v, 16);
+    if (second) add_up<16, 1, 16>(v, 16);
+    float factor = first ? transform_factor(p.size) : 1.0f;  // what they still lack
+    if (first != second) multiply(factor, 16), factor = 1.0f;
     float most;
     if (one) {
       // NOTE: the larger of two numbers' sum and difference is the sum of their magnitudes.
@@ -252,31 +311,32 @@ struct ColumnCodes {
 #pragma unroll
       for (int i = 0; i < 16; ++i)
         largest = max(largest, __float_as_uint(__fadd_rn(fabsf(v[i]), fabsf(v[i + 16]))));
-      most = __fmul_rn(__uint_as_float(largest), factor);
+      most = __uint_as_float(largest);
       add_up<0, 16, 32>(v, 32);
-      multiply(0), multiply(16);
     } else {
-      if (first) multiply(0);
-      if (second) multiply(16);
       most = v[0];
 #pragma unroll
       for (int i = 1; i < 32; ++i) most = tile::max_magnitude(most, v[i]);
     }
-    const uint32_t bits = __float_as_uint(most) & 0x7FFFFFFFu;
+    const uint32_t bits = __float_as_uint(__fmul_rn(most, factor)) & 0x7FFFFFFFu;
     uint32_t e = (bits + carry) >> 23;
-    float by = factor_of(e);
-    if (__any_sync(~0u, e - 4 > 136)) {
+    // NOTE: a factor in two is as good as one, where nothing near half the smallest code is
+    // subnormal; but steps at random are cut off after it.
+    const bool unusual = rule != ScaleRule::rceil || __any_sync(~0u, e - 28 > 112);
+    if (kRandom ? first : unusual) multiply(factor, 32), factor = 1.0f;
+    float by = __fmul_rn(factor_of(e), factor);
+    if (unusual) {
       if (bits >= 0x7F800000u) {
         e = kNotFinite;
       } else if (e < 4) {  // where quotients are subnormal, as the quantizer computes them
-        e = max((block_entry<float, tile::Fp8::e2m1>(__uint_as_float(bits), p.q.a.rule) & 0xFF) +
-                    kFp4Emax,
-                kFp4Emax);
+        e = max(
+            (block_entry<float, tile::Fp8::e2m1>(__uint_as_float(bits), rule) & 0xFF) + kFp4Emax,
+            kFp4Emax);
       }
       // A factor that fp32 does not hold: the scale first.
       const bool nan = e == kNotFinite, far = e > 140;
       const float scale = nan ? 0.0f : __uint_as_float((254 + kFp4Emax - e) << 23);
-      by = far ? (kRandom ? kToSteps : kToNearest) : factor_of(e);
+      by = far ? (kRandom ? kToSteps : kToRounded) : factor_of(e);
 #pragma unroll
       for (int i = 0; i < 32; ++i) v[i] = nan ? 0.0f : far ? __fmul_rz(v[i], scale) : v[i];
     }
@@ -292,33 +352,37 @@ struct ColumnCodes {
       float eight[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) eight[i] = v[8 * g + i];
-      uint32_t words[8];
-      if constexpr (kRandom) load_eight(words, slots.words_from(2 * g), 512);
-      codes[g] = codes_of(eight, by, c, words);
+      uint32_t words[4] = {};
+      if constexpr (kRandom) tile::ldmatrix_x4_turned(words, from + kWords + 1024 * g);
+      codes[g] = codes_of(eight, by, words);
     }
     return e;
   }
 
   // Codes of eight numbers.
-  __device__ __forceinline__ uint32_t codes_of(const float (&v)[8], float factor, int c,
-                                               const uint32_t (&words)[8]) const {
-    uint32_t w[8];
+  __device__ __forceinline__ uint32_t codes_of(const float (&v)[8], float factor,
+                                               const uint32_t (&words)[4]) const {
     if constexpr (kRandom) {
+      uint32_t w[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        w[i] = step_by_chance(__float_as_uint(__fmul_rz(v[i], factor)), words[i], c);
+        w[i] = step_by_chance(__float_as_uint(__fmul_rz(v[i], factor)), words[i / 2], i % 2);
       return nibbles_of_steps(w);
     } else {
+      float scaled[8], rounded[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) w[i] = step_nearest(__fmul_rn(v[i], factor));
-      return nibbles_of(w, v);
+      for (int i = 0; i < 8; ++i) {
+        scaled[i] = __fmul_rn(v[i], factor);
+        rounded[i] = round_nearest(scaled[i]);
+      }
+      return nibbles_of_rounded(rounded, scaled);
     }
   }
 
-  // Makes entries of what run() found of columns c and c + 1; whether one is of NaN.
-  __device__ __forceinline__ bool finish(TileScales& scales, const uint32_t (&found)[2],
-                                         const uint32_t (&e2)[2], int c, int band,
-                                         bool packed) const {
+  // Makes entries of what run() found of columns c and c + 32; whether one is of NaN.
+  static __device__ __forceinline__ bool finish(TileScales& scales, const uint32_t (&found)[2],
+                                                const uint32_t (&e2)[2], int c, int band,
+                                                bool packed) {
     const uint32_t both = e2[0] | e2[1] << 16;
     const uint32_t nans = __vcmpgeu2(both, kNotFinite * 0x10001u);
     uint32_t entries = ((both - kFp4Emax * 0x10001u) | kCounts * 0x10001u) & ~nans;
@@ -326,7 +390,8 @@ struct ColumnCodes {
     const uint32_t e = entries & 0x00FF00FFu;
     if (__any_sync(~0u, (e & 0xFFFF) == 0 || e >> 16 == 0))
       entries = e | (found[0] != 0 ? kCounts : 0) | (found[1] != 0 ? kCounts << 16 : 0);
-    scales.add_blocks(c, band, entries);
+    scales.blocks[band][c] = static_cast<uint16_t>(entries);
+    scales.blocks[band][c + 32] = static_cast<uint16_t>(entries >> 16);
     if (packed) scales.add_range(entries);
     return nans != 0;
   }

@@ -400,6 +400,12 @@ SIMT_PARTS(__vcmpeq4, 8, x == y ? ~0u : 0)
 SIMT_PARTS(__vcmpltu4, 8, x < y ? ~0u : 0)
 SIMT_PARTS(__vcmpleu4, 8, x <= y ? ~0u : 0)
 #undef SIMT_PARTS
+// The larger ones of a + b and c, by halves.
+inline uint32_t __viaddmax_s16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return simt::by_parts<16>(__vadd2(a, b), c, [](uint32_t x, uint32_t y) -> uint32_t {
+    return static_cast<int16_t>(x) < static_cast<int16_t>(y) ? y : x;
+  });
+}
 // The two low bytes of b times the halves of a, and c.
 inline uint32_t __dp2a_lo(uint32_t a, uint32_t b, uint32_t c) {
   return c + (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF);
