@@ -107,7 +107,7 @@ RANDOM = (
     "layouts", [("sm90:8", "sm90:8"), ("rows", "rows"), ("sm90:8", "cols"), ("rows", "cols")]
 )
 @pytest.mark.parametrize(("row", "col", "rule"), RANDOM)
-@pytest.mark.parametrize("shape", [(128, 128), (300, 200), (129, 257), (77, 1001), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 384), (300, 200), (129, 257), (77, 1001), (1, 1)], ids=str)
 def test_random_quantizer_of_every_backend_is_one(shape, row, col, rule, layouts, recwarn):
     """Transformed in fp32 in a fixed order, rounded by the random words of an element's number."""
     specs = [f"{fmt}@{of}" if fmt else "" for fmt, of in zip((row, col), layouts, strict=True)]
@@ -124,9 +124,9 @@ def test_random_quantizer_of_every_backend_is_one(shape, row, col, rule, layouts
     assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
 
 
-@pytest.mark.parametrize("shape", [(4001, 2584), (200, 60008)], ids=str)
-def test_random_quantizer_asks_for_tiles_ahead(shape):
-    """More tiles than run at once; rows that end before those of their memory."""
+@pytest.mark.parametrize("shape", [(4001, 2584), (200, 60008), (3968, 2560)], ids=str)
+def test_random_quantizer_of_many_tiles(shape):
+    """More tiles than run at once, whole ones too; rows that end before their memory's."""
     x = calls.data(shape[0], shape[1] + 24, "gaussian", torch.bfloat16, 2)[:, : shape[1]]
     specs, seed = (f"{FP4}@rows", f"{FP4}+rht32:0x1234abcd@cols"), torch.tensor([77])
     made = ops.quantize_2d(x, *specs, rule="rceil+sr", seed=seed.cuda())

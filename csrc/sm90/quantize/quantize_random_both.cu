@@ -1,10 +1,10 @@
 // Both directions of a bf16 matrix, or of groups of its rows, to MXFP4 from one read, rounded
 // stochastically or to nearest even, the columns after a Hadamard transform or without one.
 //
-//   read; random words of all elements; scales of the rows, whose blocks lie in four lanes
-//   two columns at a time: codes of the rows, four bits each; transformed in fp32, scales of the
-//   columns, codes
-//   classes; plain codes as they are, codes of E4M3 by tables, as the tile's scales want them
+//   read; random words of all elements meanwhile; scales of the rows, whose blocks lie in four
+//   lanes codes of the rows, four bits each; two columns, one after the other: transformed in fp32,
+//   scales of the columns, codes classes; plain codes as they are, codes of E4M3 by tables, as the
+//   tile's scales want them
 //
 // A thread has 8 x 8 elements, as in the quantizer, and draws once for both directions.
 #include "mxtile/sm90/copy_async.cuh"
@@ -48,11 +48,30 @@ __device__ __forceinline__ void write_bytes(uint8_t* to, Word w, int count) {
     to[j] = static_cast<uint8_t>(bytes >> (8 * j));
 }
 
+// Where a warp finds an output of a whole tile (RandomParams::whole), which its lanes left.
+__device__ __forceinline__ uint8_t* whole_at(const RandomSmem& s, uint32_t thread, int i) {
+  const uint2 at = tile::ld_shared_u32x2(tile::smem_addr(&s.to[0][i]) + (thread & ~31u));
+  return static_cast<uint8_t*>(__cvta_global_to_generic(at.x | static_cast<uint64_t>(at.y) << 32));
+}
+__device__ __forceinline__ void find_whole(RandomSmem& s, const RandomParams& all, const Tile& t) {
+  const WholeOut& out = all.whole[threadIdx.x % 4];
+  s.to[threadIdx.x / 32][threadIdx.x % 4] =
+      out.first + static_cast<uint64_t>(out.by_row) * static_cast<uint32_t>(t.rt) +
+      static_cast<uint64_t>(out.by_col) * static_cast<uint32_t>(t.ct);
+}
+// Writes codes of a thread, of(k) of its row k, from `to` on, in vectors.
+template <class Of>
+__device__ __forceinline__ void write_whole(uint8_t* to, uint32_t ld, const Of& of) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    *reinterpret_cast<decltype(of(k))*>(to + static_cast<uint64_t>(ld) * k) = of(k);
+}
+
 // Writes plain codes, of(k) of row k of a thread, where they lie as x does, two a byte or one.
 template <class Of>
 __device__ __forceinline__ void write_plain(const CodesOut& out, const Tile& t, const Place& at,
                                             const Of& of) {
-  const int half = out.nibbles ? 1 : 0;  // as a shift: of eight codes
+  constexpr int half = sizeof(decltype(of(0))) == 4 ? 1 : 0;  // as a shift: of eight codes
   uint8_t* to = out.codes + (t.r0 + at.r) * out.ld + ((t.c0() + at.c) >> half);
   const int width = (t.last_col ? out.last_width : 128 >> half) - (at.c >> half);
   const int rows = width > 0 ? t.rows - at.r : 0;
@@ -96,37 +115,21 @@ __device__ __forceinline__ void write_col_words(const uint8_t (&codes)[128][128]
   }
 }
 
-// A thread's numbers; those of a whole tile at once, with no questions.
-__device__ __forceinline__ void load_tile(uint32_t (&x)[8][4], const QuantizeParams& p,
-                                          const Tile& t, const Place& at, void* slot) {
-  const Bf16* const from =
-      static_cast<const Bf16*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c;
-  if (!p.x_vectors || t.rows < 128 || t.cols < 128 || p.a.x_stride > INT32_MAX / 2) {
-    load_patch<Bf16>(x, from, p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, slot);
-    return;
-  }
+// Starts copies of a thread's numbers to where they wait, as `to_even` says, of a whole tile with
+// no questions; false for another. NOTE: past L1, which has little room beside this shared memory.
+__device__ __forceinline__ bool copy_tile(QuantizeSmem& s, uint32_t to_even, const Bf16* from,
+                                          const QuantizeParams& p, const Tile& t) {
+  if (!p.x_vectors || t.rows < 128 || t.cols < 128 || p.a.x_stride > INT32_MAX / 2) return false;
   const uint32_t step = 2 * static_cast<uint32_t>(p.a.x_stride);  // NOTE: one product a row
+  uint8_t* const codes = &s.codes[0][0];
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(reinterpret_cast<const uint8_t*>(from) +
-                                                         static_cast<uint64_t>(step) * k));
-    x[k][0] = v.x, x[k][1] = v.y, x[k][2] = v.z, x[k][3] = v.w;
+    tile::copy16_async(codes + (Slots::row(to_even, k) - tile::smem_addr(codes)),
+                       reinterpret_cast<const uint8_t*>(from) + static_cast<uint64_t>(step) * k,
+                       true);
   }
-}
-
-// Asks for the tile of a CTA that starts about when this one ends, `ahead` later in the grid, so
-// that it comes from L2: a line a thread.
-__device__ __forceinline__ void ask_ahead(const RandomParams& all, const Tile& t) {
-  const QuantizeParams& p = all.q;
-  uint32_t x = blockIdx.x + all.ahead;
-  int rt = t.rt;
-  if (x >= gridDim.x) x -= gridDim.x, rt -= 1 << p.group_bits;
-  const int inside = (1 << p.group_bits) - 1;
-  rt += static_cast<int>(blockIdx.x & inside) - static_cast<int>(x & inside);
-  const int64_t row = 128ll * rt + threadIdx.x / 2;
-  const int64_t col = 128ll * (x >> p.group_bits) + 64 * (threadIdx.x % 2);
-  if (x >= gridDim.x || rt < 0 || row >= p.a.rows || col >= p.a.cols) return;
-  tile::prefetch_l2(static_cast<const Bf16*>(p.a.x) + row * p.a.x_stride + col);
+  tile::end_copy_group();
+  return true;
 }
 
 template <bool kRandom>
@@ -142,57 +145,85 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   if (!find_rows(t, p, all.groups)) return;
   const Place at(static_cast<int>(threadIdx.x % kQuantizeThreads));
   uint32_t all_x[8][4];
-  load_tile(all_x, p, t, at, &s.codes[0][0] + 64 * threadIdx.x);
-  // NOTE: without random words it costs more than it saves.
-  if (kRandom && all.groups.count == 0) ask_ahead(all, t);
+  const Bf16* const own =
+      static_cast<const Bf16*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c;
+  const bool direct = kRandom && all.direct;
+  if (direct) find_whole(smem, all, t);
+  const Slots slots(smem, threadIdx.x % kQuantizeThreads);
+  const uint32_t to_even = slots.to_even();
+  const bool copied = copy_tile(s, to_even, own, p, t);
   if (threadIdx.x == 0) s.row.clear(), s.col.clear(), smem.tile = t;
   if (threadIdx.x < 16) {
     const tile::Fp4Table table(threadIdx.x);
     smem.tables[threadIdx.x] = threadIdx.x == kNanTable ? make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu)
                                                         : make_uint2(table.low, table.high);
   }
-  const bool sums = p.a.col_sum != nullptr;
-  if (sums) sum_cols<Bf16>(s.sums, all_x, at);
-
-  RowCodes<kRandom> rows(smem, all_x, at, p.a, p.row.packed);
-  __syncwarp();
-  if (!p.x_vectors) __syncthreads();  // the slots of load_patch() lie elsewhere
-  const Slots slots(smem, threadIdx.x % kQuantizeThreads);
-  const uint32_t to_even = slots.to_even();
-  uint32_t row_codes[8] = {};
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const auto& x = all_x[k];
-    tile::st_shared_u32x4(Slots::row(to_even, k), make_uint4(x[0], x[1], x[2], x[3]));
-  }
-  const bool clamps = p.a.rule != ScaleRule::rceil;  // a scale may be too small
-  // NOTE: loops, not all eight rows and both columns at once: an SM keeps their code.
-  uint2 key = {};
+  // NOTE: loops, not all rows and both columns at once: an SM keeps their code.
   if constexpr (kRandom) {
-    // NOTE: by reductions, so that the keys of all rounds lie in uniform registers.
-    key = key_of(all.seed);
-    key = make_uint2(__reduce_max_sync(~0u, key.x), __reduce_max_sync(~0u, key.y));
-  }
+    const uint2 key = key_of(all.seed);
 #pragma unroll 1
-  for (int h = 0; h < 2; ++h) {
-    uint4 words[4] = {};
-    if constexpr (kRandom) {
+    for (int h = 0; h < 2; ++h) {
+      uint4 words[4];
       draw(words, all.first + static_cast<uint32_t>(t.r0 + at.r) + 4 * h, t.c0() + at.c, key);
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         tile::st_shared_u32x4(Slots::row(to_even, k) + kWords + 512 * h, words[k]);
     }
-    if (!p.row.enabled) continue;
+  }
+  if (copied) {
+    tile::wait_copy_groups<0>();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint4 v = tile::ld_shared_u32x4(Slots::row(to_even, k));
+      all_x[k][0] = v.x, all_x[k][1] = v.y, all_x[k][2] = v.z, all_x[k][3] = v.w;
+    }
+  } else {
+    load_patch<Bf16>(all_x, own, p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors,
+                     &s.codes[0][0] + 64 * threadIdx.x);
+  }
+  const bool sums = p.a.col_sum != nullptr;
+  if (sums) sum_cols<Bf16>(s.sums, all_x, at);
+
+  RowCodes<kRandom> rows(smem, all_x, at, p.a, p.row.packed);
+  __syncwarp();
+  if (direct && p.row.enabled)
+    rows.write_scales(whole_at(smem, threadIdx.x, 0), static_cast<uint32_t>(p.a.cols) / 32, at);
+  if (!p.x_vectors) __syncthreads();  // the slots of load_patch() lie elsewhere
+  uint32_t row_codes[8] = {};
+  if (!copied) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const auto& x = all_x[k];
+      tile::st_shared_u32x4(Slots::row(to_even, k), make_uint4(x[0], x[1], x[2], x[3]));
+    }
+  }
+  const bool clamps = p.a.rule != ScaleRule::rceil;  // a scale may be too small
+#pragma unroll 1
+  for (int h = 0; p.row.enabled && h < 2; ++h) {
+    uint4 words[4] = {};
+    if constexpr (kRandom) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        words[k] = tile::ld_shared_u32x4(Slots::row(to_even, k) + kWords + 512 * h);
+    }
 #pragma unroll
     for (int k = 0; k < 4; ++k) row_codes[k] = row_codes[k + 4];
     const uint4 by4 = tile::ld_shared_u32x4(rows.at_by + 16 * h);
+    const auto four = [&](auto prepare) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint4 w = tile::ld_shared_u32x4(Slots::row(to_even, k) + 512 * h);
-      uint32_t x[4] = {w.x, w.y, w.z, w.w}, by = part(by4, k);
-      if (clamps || rows.far)
+      for (int k = 0; k < 4; ++k) {
+        const uint4 w = tile::ld_shared_u32x4(Slots::row(to_even, k) + 512 * h);
+        uint32_t x[4] = {w.x, w.y, w.z, w.w}, by = part(by4, k);
+        prepare(k, x, by);
+        row_codes[4 + k] = rows.codes_of(x, words[k], by);
+      }
+    };
+    if (clamps || rows.far) {
+      four([&](int k, uint32_t (&x)[4], uint32_t& by) {
         rows.prepare(x, by, s.row.blocks[at.row_block][at.r + 4 * h + k], clamps);
-      row_codes[4 + k] = rows.codes_of(x, words[k], by);
+      });
+    } else {
+      four([](int, uint32_t (&)[4], uint32_t&) {});
     }
   }
   bool nan = false;
@@ -200,12 +231,21 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
     rows.finish(row_codes, smem, at);
     nan = rows.nan;
   }
-  if (p.row.enabled && !p.row.packed)
-    write_plain(p.row, t, at, [&](int k) { return row_codes[k]; });
+  if (p.row.enabled && !p.row.packed) {
+    const auto code = [&](int k) { return row_codes[k]; };
+    const uint32_t ld = static_cast<uint32_t>(p.row.ld);
+    if (direct) {
+      write_whole(whole_at(smem, threadIdx.x, 1) + (ld * at.r + at.c / 2), ld, code);
+    } else {
+      write_plain(p.row, t, at, code);
+    }
+  }
   __syncwarp();
   uint32_t col_codes[8];
   if (p.col.enabled) {
     const ColumnCodes<kRandom> cols(t, at);
+    const bool usual = cols.usual(t, all);
+    uint32_t from = tile::keep(slots.from());
     uint32_t codes[2][4] = {}, e[2] = {};
 #pragma unroll 1
     for (int c = 0; c < 2; ++c) {
@@ -213,16 +253,29 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
       for (int g = 0; g < 4; ++g) codes[0][g] = codes[1][g];
       __syncwarp();  // or ptxas would read numbers before the loop, and have no registers for them
       e[0] = e[1];
-      e[1] = cols.run(codes[1], slots, c, all);
+      float v[32];
+      cols.load(v, from, all);
+      e[1] = kNotFinite;
+      if (usual) {
+        e[1] = cols.run_usual(codes[1], v, from);
+        if (e[1] == kNotFinite) cols.load(v, from, all);
+      }
+      if (e[1] == kNotFinite) e[1] = cols.run(codes[1], v, from, all);
+      from ^= 64;
     }
     const uint32_t thread = tile::keep(threadIdx.x) % kQuantizeThreads;  // made anew, as below
     const Slots back(smem, thread);
-    const auto found = [](const uint32_t (&w)[4]) {
-      return (w[0] | w[1] | w[2] | w[3]) & 0x77777777u;
-    };
-    const uint32_t any[2] = {found(codes[0]), found(codes[1])};
-    const uint32_t warp = thread / 32;
-    nan |= cols.finish(s.col, any, e, 64 * (warp % 2) + back.column(0), warp / 2, p.col.packed);
+    const uint32_t warp = thread / 32, column = 64 * (warp % 2) + back.column(0);
+    if (direct) {
+      const uint32_t ld = static_cast<uint32_t>(p.a.cols);
+      cols.write_scales(whole_at(smem, thread, 2) + (warp / 2 * ld + column), e);
+    } else {
+      const auto found = [](const uint32_t (&w)[4]) {
+        return (w[0] | w[1] | w[2] | w[3]) & 0x77777777u;
+      };
+      const uint32_t any[2] = {found(codes[0]), found(codes[1])};
+      nan |= cols.finish(s.col, any, e, column, warp / 2, p.col.packed);
+    }
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -231,8 +284,27 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
       for (int g = 0; g < 4; ++g) tile::st_shared_u32(to + 256 * g, codes[c][g]);
     }
     __syncwarp();
-    const uint32_t from = back.codes_from();
-    load_eight(col_codes, from, (from ^ 64) + 128);
+    const uint32_t codes_at = back.codes_from();
+    load_eight(col_codes, codes_at, (codes_at ^ 64) + 128);
+  }
+  // Bytes of two rows each, as rows of eight columns, of codes that lie as x does.
+  const auto turn = [&] {
+#pragma unroll
+    for (int c = 0; c < 8; c += 4)
+      tile::transpose_bytes(col_codes[c], col_codes[c + 1], col_codes[c + 2], col_codes[c + 3]);
+  };
+  const auto code = [&](int k) {
+    const uint32_t left = col_codes[k / 2] >> (4 * (k % 2)) & 0x0F0F0F0Fu;
+    const uint32_t right = col_codes[k / 2 + 4] >> (4 * (k % 2)) & 0x0F0F0F0Fu;
+    return make_uint2(left, right);
+  };
+  if (direct) {
+    if (!p.col.enabled) return;
+    const Place place(static_cast<int>(tile::keep(threadIdx.x) % kQuantizeThreads));
+    const uint32_t ld = static_cast<uint32_t>(p.col.ld);
+    turn();
+    write_whole(whole_at(smem, threadIdx.x, 3) + (ld * place.r + place.c), ld, code);
+    return;
   }
   // NOTE: made anew; registers hold no places through the columns.
   const Place place(static_cast<int>(tile::keep(threadIdx.x) % kQuantizeThreads));
@@ -249,16 +321,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   }
   if (!p.col.enabled) return;
   if (p.a.col_lies_as_x) {
-    // Bytes of two rows each, as rows of eight columns.
-    const auto turn = [&](int c) {
-      tile::transpose_bytes(col_codes[c], col_codes[c + 1], col_codes[c + 2], col_codes[c + 3]);
-    };
-    turn(0), turn(4);
-    write_plain(p.col, t, place, [&](int k) {
-      const uint32_t left = col_codes[k / 2] >> (4 * (k % 2)) & 0x0F0F0F0Fu;
-      const uint32_t right = col_codes[k / 2 + 4] >> (4 * (k % 2)) & 0x0F0F0F0Fu;
-      return make_uint2(left, right);
-    });
+    turn();
+    write_plain(p.col, t, place, code);
     return;
   }
   const int swizzle = place.c / 8 % 8;
@@ -282,12 +346,31 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   }
 }
 
+// Whether all tiles are whole and their outputs plain, in vectors; where these lie.
+bool find_whole(RandomParams& p) {
+  const QuantizeTask& a = p.q.a;
+  const auto whole = [](const CodesOut& out) {
+    return !out.enabled || (!out.packed && out.vectors && out.ld <= INT32_MAX / 128);
+  };
+  if (p.groups.count != 0 || a.col_sum != nullptr || a.rows % 128 != 0 || a.cols % 128 != 0 ||
+      a.cols > INT32_MAX / 128 || !whole(p.q.row) || !whole(p.q.col) ||
+      reinterpret_cast<uintptr_t>(a.row_scales) % 2 != 0 || (p.q.col.enabled && !a.col_lies_as_x))
+    return false;
+  const auto ld = [](int64_t codes) { return static_cast<uint32_t>(codes); };
+  p.whole[0] = {a.row_scales, 4 * ld(a.cols), 4};
+  p.whole[1] = {p.q.row.codes, 128 * ld(p.q.row.ld), 64};
+  p.whole[2] = {a.col_scales, 4 * ld(a.cols), 128};
+  p.whole[3] = {p.q.col.codes, 128 * ld(p.q.col.ld), 128};
+  return true;
+}
+
 }  // namespace
 
 Status quantize_both_randomly(const RandomParams& given, cudaStream_t stream) {
   RandomParams p = given;
   for (int i = 0; i < 32; ++i) p.turns[i] = p.size != 0 ? (p.signs >> i & 1) << 31 : 0;
-  p.ahead = 3 * static_cast<uint32_t>(current_device().sms);
+  p.upper = 0xFFFF0000u;
+  p.direct = find_whole(p);
   const bool random = p.seed != nullptr;
   const auto kernel = random ? both_kernel<true> : both_kernel<false>;
   constexpr int kBytes = sizeof(RandomSmem), kDrawn = sizeof(RandomSmem::words);

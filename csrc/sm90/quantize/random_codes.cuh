@@ -3,9 +3,16 @@
 #pragma once
 
 #include "mxtile/sm90/random.cuh"
+#include "mxtile/sm90/shared.cuh"
 #include "quantize/quantize_launch.cuh"
 
 namespace te_mx::sm90 {
+
+// Where a tile's part of an output begins, by its place in tiles.
+struct WholeOut {
+  uint8_t* first;
+  uint32_t by_row, by_col;
+};
 
 struct RandomParams {
   QuantizeParams q;
@@ -14,7 +21,9 @@ struct RandomParams {
   uint32_t first;       // number of x's first row, modulo 2^32
   int size;             // of the transform, 0 for none
   uint32_t signs;
-  uint32_t ahead;      // CTAs that run at once, of both directions
+  bool direct;         // of both directions: tiles are whole and outputs plain, as `whole` says
+  WholeOut whole[4];   // scales and codes of rows and of columns
+  uint32_t upper;      // 0xFFFF0000, which must not be known to take a register
   uint32_t turns[32];  // signs that the transform gives the rows of a block of 32: 0 or 2^31
 };
 
@@ -119,9 +128,13 @@ __device__ __forceinline__ uint32_t nibbles_of_steps(const uint32_t (&w)[8]) {
   const auto codes = [](const uint32_t (&of)[2]) {
     return __byte_perm(of[0] * 4, of[1] * 4, 0x7531);
   };
-  const auto signs = [](const uint32_t (&of)[2]) { return __byte_perm(of[0], of[1], 0x7531); };
-  return (codes(odd) * 16 + codes(even)) | (signs(odd) & 0x80808080u) |
-         (signs(even) >> 4 & 0x08080808u);
+  // Bytes of signs alone.
+  const auto signs = [](const uint32_t (&of)[2]) {
+    return tile::permute_bytes(of[0], of[1], 0xFDB9);
+  };
+  // NOTE: kept, so that two instructions do it.
+  const uint32_t first = tile::keep((codes(odd) * 16 + codes(even)) | (signs(odd) & 0x80808080u));
+  return first | (signs(even) & 0x08080808u);
 }
 
 // Both directions from one read, of bf16 to MXFP4; the columns alone are transformed.

@@ -11,11 +11,12 @@ namespace te_mx::sm90 {
 using Bf16 = __nv_bfloat16;
 
 // NOTE: numbers and random words wait in shared memory, not in registers: three CTAs fit on an SM.
-inline constexpr int kBeforeQuantizeSmem = 48 + 128 + 2048;
+inline constexpr int kBeforeQuantizeSmem = 48 + 128 + 2048 + 256;
 struct RandomSmem {
   Tile tile;
   alignas(8) uint2 tables[16];          // of fp4.cuh's u, and of NaN
   alignas(16) uint32_t row_by[4][128];  // what blocks of rows are multiplied by
+  uint8_t* to[kTileWarps][4];           // where outputs of RandomParams::whole begin
   // Codes begin at a multiple of 128.
   alignas(16) uint8_t unused[128 - (kBeforeQuantizeSmem + offsetof(QuantizeSmem, codes)) % 128];
   QuantizeSmem q;                    // its codes are the first half of x
@@ -114,6 +115,7 @@ struct RowCodes {
   // Of the warp: some factor times kToSteps is one that fp32 does not hold; some block is NaN, some
   // is one that the scales do not reach and not of zeros.
   bool far, nan, low;
+  uint32_t entries;  // of the blocks in rows at.folded_row() and behind it
 
   __device__ __forceinline__ RowCodes(RandomSmem& s, const uint32_t (&x)[8][4], const Place& at,
                                       const QuantizeTask& a, bool packed)
@@ -128,8 +130,9 @@ struct RowCodes {
     }
     const uint32_t most = fold<Bf16, 1>(m);
     const BlockPair pair = block_pair<Bf16, tile::Fp8::e2m1>(most, a);
-    s.q.row.add_blocks(at.folded_row(), at.row_block, pair.entries);
-    if (packed) s.q.row.add_range(pair.entries);
+    entries = pair.entries;
+    s.q.row.add_blocks(at.folded_row(), at.row_block, entries);
+    if (packed) s.q.row.add_range(entries);
     nan = __any_sync(~0u, pair.nan);
     low = __any_sync(~0u, (~pair.entries & 0x01000100u) != 0 && (most & 0x7FFF7FFFu) != 0);
     far = kRandom && __any_sync(~0u, __vcmpgtu2(0x34003400u, pair.factors) != 0);
@@ -142,6 +145,16 @@ struct RowCodes {
     };
     tile::st_shared_u32x2(tile::smem_addr(&s.row_by[at.row_block][at.folded_row()]),
                           by(pair.factors & 0xFFFF), by(pair.factors >> 16));
+  }
+
+  // Writes plain scales of a whole tile that begin at `to`, those of a warp's 64 columns at a time.
+  __device__ __forceinline__ void write_scales(uint8_t* to, uint32_t ld, const Place& at) const {
+    const bool second = (at.lane_c & 4) != 0;  // of the blocks, whose lane writes the second row
+    const uint32_t other = __shfl_xor_sync(~0u, entries, 4);
+    const uint32_t both =
+        second ? __byte_perm(other, entries, 0x62) : __byte_perm(entries, other, 0x40);
+    const uint32_t row = at.folded_row() + (second ? 1 : 0);
+    *reinterpret_cast<uint16_t*>(to + (row * ld + 2 * at.half)) = static_cast<uint16_t>(both);
   }
 
   // What is rare, of a row: its numbers as large as the largest code at most, and by a factor that
@@ -264,21 +277,9 @@ struct ColumnCodes {
     return __uint_as_float((254 + kFp4Emax - 14 - e) << 23);
   }
 
-  // Codes of column c of the thread's two, and e + kFp4Emax of its block, or kNotFinite.
-  __device__ __forceinline__ uint32_t run(uint32_t (&codes)[4], const Slots& slots, int c,
-                                          const RandomParams& p) const {
-    float v[32];
-    // Whether the first and the second 16 rows are transformed, and all 32 as one.
-    const bool one = p.size == 32 && rows >= 32, first = one || (p.size == 16 && rows >= 16),
-               second = one || (p.size == 16 && rows >= 32);
-    // What is added so that a rule carries into the exponent: the carry of bf16, and behind it
-    // nothing or all ones.
-    const ScaleRule rule = p.q.a.rule;
-    const uint32_t carry = rule == ScaleRule::rceil  ? 0x3FFFFFu
-                           : rule == ScaleRule::even ? 0x200000u
-                                                     : 0;
-    const uint32_t from = slots.from() ^ (c == 0 ? 0 : 64);
-    const uint32_t upper = tile::keep(0xFFFF0000u);  // or signs would wait in registers
+  // Numbers of column c of the thread's two, with the signs that the transform gives them.
+  static __device__ __forceinline__ void load(float (&v)[32], uint32_t from,
+                                              const RandomParams& p) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t x[4];
@@ -287,10 +288,71 @@ struct ColumnCodes {
       for (int j = 0; j < 4; ++j) {
         const int r = 8 * i + 2 * j;
         v[r] = __uint_as_float((x[j] << 16) + p.turns[r]);
-        v[r + 1] = __uint_as_float((x[j] & upper) ^ p.turns[r + 1]);
+        v[r + 1] = __uint_as_float((x[j] & p.upper) ^ p.turns[r + 1]);
       }
     }
-    if (p.size != 0 && !(first && second)) {  // chunks that are not whole stay
+  }
+  __device__ __forceinline__ void codes_of_all(uint32_t (&codes)[4], const float (&v)[32], float by,
+                                               uint32_t from) const {
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      float eight[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) eight[i] = v[8 * g + i];
+      uint32_t words[4] = {};
+      if constexpr (kRandom) tile::ldmatrix_x4_turned(words, from + kWords + 1024 * g);
+      codes[g] = codes_of(eight, by, words);
+    }
+  }
+
+  // Whether run_usual() may be tried: whole blocks of a transform of 32, and no scale that is too
+  // small for a number.
+  static __device__ __forceinline__ bool usual(const Tile& t, const RandomParams& p) {
+    return p.size == 32 && t.rows == 128 && p.q.a.rule == ScaleRule::rceil;
+  }
+  // run() without questions, or kNotFinite where some lane of the warp has a block that needs them.
+  __device__ __forceinline__ uint32_t run_usual(uint32_t (&codes)[4], float (&v)[32],
+                                                uint32_t from) const {
+    add_up<0, 1, 16>(v, 16);
+    add_up<16, 1, 16>(v, 16);
+    const float factor = transform_factor(32);
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      largest = max(largest, __float_as_uint(__fadd_rn(fabsf(v[i]), fabsf(v[i + 16]))));
+    const uint32_t bits = __float_as_uint(__fmul_rn(__uint_as_float(largest), factor));
+    const uint32_t e = (bits + 0x3FFFFFu) >> 23;
+    if (__any_sync(~0u, e - 28 > 112)) return kNotFinite;
+    add_up<0, 16, 32>(v, 32);
+    float by = factor_of(e);
+    if constexpr (kRandom) {  // steps at random are cut off after it
+#pragma unroll
+      for (int i = 0; i < 32; ++i) v[i] = __fmul_rn(v[i], factor);
+    } else {
+      by *= factor;
+    }
+    codes_of_all(codes, v, by, from);
+    return e;
+  }
+
+  // Codes of a column of the thread's two, and e + kFp4Emax of its block, or kNotFinite.
+  __device__ __forceinline__ uint32_t run(uint32_t (&codes)[4], float (&v)[32], uint32_t from,
+                                          const RandomParams& p) const {
+    // Whether the first and the second 16 rows are transformed, and all 32 as one.
+    // NOTE: found here, not before a loop, as usual blocks have no use for it.
+    const uint32_t size = tile::keep(static_cast<uint32_t>(p.size));
+    const bool one = size == 32 && rows >= 32, first = one || (size == 16 && rows >= 16),
+               second = one || (size == 16 && rows >= 32);
+    // What is added so that a rule carries into the exponent: the carry of bf16, and behind it
+    // nothing or all ones.
+    const ScaleRule rule = p.q.a.rule;
+    const uint32_t carry = rule == ScaleRule::rceil  ? 0x3FFFFFu
+                           : rule == ScaleRule::even ? 0x200000u
+                                                     : 0;
+    // NOTE: or numbers without signs would be kept beside them.
+#pragma unroll
+    for (int i = 0; i < 32; ++i) v[i] = __uint_as_float(tile::keep(__float_as_uint(v[i])));
+    if (size != 0 && !(first && second)) {  // chunks that are not whole stay
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if (i < 16 ? !first : !second) v[i] = __uint_as_float(__float_as_uint(v[i]) ^ p.turns[i]);
@@ -302,7 +364,7 @@ struct ColumnCodes {
     };
     if (first) add_up<0, 1, 16>(v, 16);
     if (second) add_up<16, 1, 16>(v, 16);
-    float factor = first ? transform_factor(p.size) : 1.0f;  // what they still lack
+    float factor = first ? transform_factor(static_cast<int>(size)) : 1.0f;  // what they still lack
     if (first != second) multiply(factor, 16), factor = 1.0f;
     float most;
     if (one) {
@@ -347,15 +409,7 @@ struct ColumnCodes {
 #pragma unroll
       for (int i = 0; i < 32; ++i) v[i] = tile::clamp_magnitude(v[i], limit);
     }
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      float eight[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) eight[i] = v[8 * g + i];
-      uint32_t words[4] = {};
-      if constexpr (kRandom) tile::ldmatrix_x4_turned(words, from + kWords + 1024 * g);
-      codes[g] = codes_of(eight, by, words);
-    }
+    codes_of_all(codes, v, by, from);
     return e;
   }
 
@@ -379,6 +433,11 @@ struct ColumnCodes {
     }
   }
 
+  // Plain scales of what run() found, those of the second column 32 behind.
+  static __device__ __forceinline__ void write_scales(uint8_t* to, const uint32_t (&e2)[2]) {
+    to[0] = static_cast<uint8_t>(e2[0] == kNotFinite ? 0xFF : e2[0] - kFp4Emax);
+    to[32] = static_cast<uint8_t>(e2[1] == kNotFinite ? 0xFF : e2[1] - kFp4Emax);
+  }
   // Makes entries of what run() found of columns c and c + 32; whether one is of NaN.
   static __device__ __forceinline__ bool finish(TileScales& scales, const uint32_t (&found)[2],
                                                 const uint32_t (&e2)[2], int c, int band,

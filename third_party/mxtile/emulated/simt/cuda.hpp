@@ -406,6 +406,7 @@ inline uint32_t __viaddmax_s16x2(uint32_t a, uint32_t b, uint32_t c) {
     return static_cast<int16_t>(x) < static_cast<int16_t>(y) ? y : x;
   });
 }
+inline void* __cvta_global_to_generic(uint64_t p) { return reinterpret_cast<void*>(p); }
 // The two low bytes of b times the halves of a, and c.
 inline uint32_t __dp2a_lo(uint32_t a, uint32_t b, uint32_t c) {
   return c + (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF);
