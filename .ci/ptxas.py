@@ -15,7 +15,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "csrc" / "sm90"
 # Kernels: what a value at run time serves as well needs no instance. 15 are those of NVFP4:
 # products of 8 to 256 rows of bf16 (six) and fp16 (three), values of both layouts, factors of a
 # product and what follows it, the quantizer (two); two more of MXFP4, whose rows are quantized, and
-# one that unpacks it; two multiply groups of rows with MXFP4 that stands still. Three are those of
+# one that unpacks it; two multiply groups of rows with MXFP4 that stands still. Four are those of
 # few rows at precision "invariant". Two quantize rows of few groups, and activated
 # rows. Four: parts and transforms of 32 for NVFP4, tiles of 192 rows of its weights.
 MOST = 290

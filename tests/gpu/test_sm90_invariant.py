@@ -3,6 +3,9 @@ of the specification; errors are within the bound of docs/invariance.md."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,10 @@ from te_mx import _ops as ops
 from te_mx.autograd.linear_recipe import roles
 from te_mx.backends.sm90.layouts import tiles
 from te_mx.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import rollout
 
 RECIPES = {
     "mxfp8": MXFP8BlockScaling(precision="invariant"),
@@ -63,18 +70,26 @@ def test_rows_keep_their_bits(recipe, rows, n, k):
             y.zero_()
             graph.replay()
             same(y, whole[-m:])
+        if rows > 4096:
+            compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+            for m in (1, 33, 300, 4096):
+                with torch.no_grad():
+                    same(compiled(x[-m:].contiguous()), whole[-m:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8", "fp8 fp32"])
 @pytest.mark.parametrize(
     ("rows", "n", "k"),
-    [(64, 200, 320), (17, 136, 1040), (300, 40, 2000), (64, 64, 24576), (64, 17800, 320)],
+    [
+        *[(64, 200, 320), (17, 136, 1040), (300, 40, 2000), (64, 64, 24576), (64, 17800, 320)],
+        *[(64, 200, 8320), (64, 2304, 8320), (64, 2304, 640), (64, 6144, 640)],
+    ],
 )
 def test_few_rows_of_frozen_weights_are_those_of_many(fmt, rows, n, k, dtype):
     """Of a weight with tiles of all classes; CTAs that make x and rows that are made before; a k so
     long that there is room for few stages, and of many rounds in a cluster; an n with which a CTA
-    has all of k."""
+    has all of k, and others for each way to cut it."""
     layer = te_mx.Linear(k, n, params_dtype=torch.bfloat16, device="cuda")
     w = layer.weight.data
     w[::3] *= 2.0**-12  # rows that differ, and in the first tile blocks of a row
@@ -90,9 +105,10 @@ def test_few_rows_of_frozen_weights_are_those_of_many(fmt, rows, n, k, dtype):
             assert classes >= ({2, 3} if k > 320 else {1, 3})
         same(layer(x), whole)
         assert te_mx.audit(layer)["(root)"].fprop != "sm90_rows"
-        for m in {1, 2, 4, 5, 9, 16, 31, min(rows, 64 if fmt == "mxfp8" else 32)}:
+        for m in {1, 2, 4, 5, 9, 16, 31, 33, 50, min(rows, 64)}:
             same(layer(x[-m:].contiguous()), whole[-m:])
-            assert te_mx.audit(layer)["(root)"].fprop == "sm90_rows"
+            few = 32 if fmt != "mxfp8" and n > 16896 else 64  # as many tiles as multiprocessors
+            assert (te_mx.audit(layer)["(root)"].fprop == "sm90_rows") == (m <= few)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8"])
@@ -112,7 +128,7 @@ def test_rows_of_groups_are_those_of_layers(fmt, k):
         for frozen in (False, True):
             if frozen:
                 te_mx.freeze_weights(grouped, drop_master=True, recipe=recipe)
-            for splits in ([1, 0, 17, 9], [130, 3, 0, 150]):
+            for splits in ([1, 0, 17, 9], [130, 3, 0, 150], [777, 1, 512, 33]):
                 x = tokens(sum(splits), k)
                 whole = [one(part) for one, part in zip(layers, x.split(splits), strict=True)]
                 for given in (splits, torch.tensor(splits, device="cuda")):
@@ -121,7 +137,7 @@ def test_rows_of_groups_are_those_of_layers(fmt, k):
                 assert (te_mx.audit(grouped)["(root)"].fprop == "sm90_rows") == few
 
 
-@pytest.mark.parametrize("tokens_", [3, 70])
+@pytest.mark.parametrize("tokens_", [3, 70, 500])
 def test_routed_rows_are_those_of_layers(tokens_):
     experts, n, k, top_k, recipe = 4, 144, 160, 2, RECIPES["mxfp8"]
     made = {"params_dtype": torch.bfloat16, "device": "cuda", "bias": False}
@@ -140,8 +156,19 @@ def test_routed_rows_are_those_of_layers(tokens_):
         flat = ids.flatten().int()
         routing = None, flat, torch.tensor([len(flat)], dtype=torch.int32, device="cuda")
         h = te_mx.moe.grouped_gemm(x, w13, *routing, top_k=top_k, block_m=1)
-        for r in range(0, len(flat), 5):
+        for r in range(0, len(flat), 1 + len(flat) // 30):
             same(h[r], first[int(flat[r])](x)[r // top_k])
+
+
+def test_a_rollout_has_the_probabilities_of_its_trainer(capsys):
+    """All that a Llama and a mixture have, in CUDA graphs: examples/rollout.py."""
+    given = "--device cuda --ways invariant --width 256 --layers 2 --batches 1,7,32,128 --tokens 5"
+    assert rollout.main(given.split()) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    counts = [("1", "5"), ("7", "35"), ("32", "160"), ("128", "640")] * 2
+    assert [line.split()[2:8] for line in lines] == [
+        [batch, "0", "0", same_, "of", same_] for batch, same_ in counts
+    ]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_erf", "swiglu", "geglu", "silu", "srelu"])

@@ -72,8 +72,10 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
   e = max(e, __shfl_xor_sync(~0u, e, 4));
   const int down = e - byte;
   const bool taken = left && down <= a.spread;
-  // NOTE: codes of NaN stay NaN, others of blocks that are not taken become zeros.
-  const uint32_t f = taken ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
+  // NOTE: codes of NaN stay NaN, others of blocks that are not taken become zeros; so do those that
+  // lie 15 octaves further down, as lowered() has them.
+  const uint32_t f =
+      taken && down < 15 ? 0x3C003C00u - static_cast<uint32_t>(down) * 0x04000400u : 0;
   const uint2 low = x[0].codes_of(byte), high = x[1].codes_of(byte);
   const auto times = [&](uint32_t codes) { return tile::fp8x4_times<Element::e4m3>(codes, f, f); };
   const int place = aligned_scale_place<false>(r);
@@ -81,9 +83,10 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
     const uint4 made{times(low.x), times(low.y), times(high.x), times(high.y)};
     store_sixteen(a.at(block, 0, quad), made, r, lane);
     // NOTE: rows without further passes have scales of 0 there.
-    if (lane < kMostPasses)
+    if (lane < (a.beside != nullptr ? 1 : kMostPasses))
       a.scales_at(block, lane, quad)[place] = lane == 0 ? aligned_scale(e) : 0.0f;
   }
+  if (a.beside != nullptr) return;
   int passes = 1;
   if (__syncthreads_or(left && !taken)) {
     AlignedSixteen<Eight> blocks(x, a.in, amax);
@@ -100,6 +103,34 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
   }
   if (threadIdx.x == 0)
     a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
+}
+
+// The same with one fp32 scale for 128 of k.
+__device__ __forceinline__ void factor_plain_row(const AlignedInput& a) {
+  using Eight = AlignedValues<__nv_bfloat16, true, true>;
+  using In = Input<__nv_bfloat16>;
+  const int quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 8;
+  const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 8;
+  const int k = quad * kDecodeQuad + lane * 16, block = row / a.rows, r = row - block * a.rows;
+  DecodeRows rows = a.rows_of;
+  if (!rows.begin(block) || rows.group < 0) return;
+  const bool there = r < rows.count;
+  const auto* const from =
+      static_cast<const __nv_bfloat16*>(a.in.x) + int64_t{there ? rows.first + r : 0} * a.in.ld + k;
+  Eight x[2];
+  Eight::read(x[0].v, from, there ? a.k - k : 0);
+  Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
+  auto most = In::larger(x[0].own_most(), x[1].own_most());
+#pragma unroll
+  for (int lanes = 1; lanes < 8; lanes *= 2) most = In::larger(most, In::shuffle_xor(most, lanes));
+  const float2 two = In::magnitudes(most);
+  const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+  const Factor f =
+      factor_of_block<Element::e4m3>(__uint_as_float(amax), a.in.epsilon, a.in.power_of_two);
+  if (!there) return;
+  const uint2 low = x[0].codes_by(f.factor), high = x[1].codes_by(f.factor);
+  store_sixteen(a.at(block, 0, quad), {low.x, low.y, high.x, high.y}, r, lane);
+  if (lane == 0) a.scales_at(block, 0, quad)[aligned_scale_place<false>(r)] = f.scale;
 }
 
 template <bool kFactors, bool kVectors>
@@ -139,7 +170,7 @@ __global__ void __launch_bounds__(kAlignThreads / 2)
     align_plain(const __grid_constant__ AlignedInput a) {
   tile::let_dependents_start();
   tile::await_predecessors();
-  align_plain_row(a);
+  a.factors ? factor_plain_row(a) : align_plain_row(a);
 }
 
 }  // namespace te_mx::sm90

@@ -22,8 +22,8 @@ struct AlignedInput {
   float* beside = nullptr;  // scales of [block of rows][quad] where there is one pass
   bool factors = false;     // with one fp32 scale for 128 of k, so that nothing is to be aligned
 
-  // bf16 values in whole vectors, in passes: eight threads have a quad of a row, else 16.
-  __host__ __device__ bool plain() const { return !factors && beside == nullptr && in.plain(k); }
+  // bf16 values in whole vectors: eight threads have a quad of a row, else 16.
+  __host__ __device__ bool plain() const { return in.plain(k); }
   __device__ __forceinline__ uint8_t* at(int64_t block, int pass, int quad) const {
     if (beside != nullptr) return made + (block * quads + quad) * rows * kDecodeQuad;
     return made + ((block * kMostPasses + pass) * quads + quad) * aligned_bytes(rows);

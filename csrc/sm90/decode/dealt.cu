@@ -37,7 +37,7 @@ Status run(DealtParams p, const DecodeTask& t) {
 }  // namespace
 
 // NOTE: measured on an NVIDIA H200, 2026-11-29: of more rows products are too many bytes to send,
-// so that ring_kernel or rows_kernel is faster but where a CTA has all of k.
+// so that ring_kernel is faster but where a CTA has all of k.
 Status run_dealt(const DecodeTask& t, bool factors, int sms) {
   DealtParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);

@@ -1,4 +1,4 @@
-// Rows of x times weights that stand still in tiles, as rows_kernel.cuh, with its sums: of the
+// Rows of x times weights that stand still in tiles, as ring_kernel.cuh, with its sums: of the
 // first k to the last. Here quads are dealt to the CTAs of a cluster in turns, which multiply 128
 // rows of weights each, and every product is sent as it is, with its scales, to the CTA that adds
 // up these 16 rows of weights: all of k is on its way at once, and only what is added waits.
@@ -14,8 +14,9 @@
 #pragma once
 
 #include "common/shares.cuh"
-#include "decode/rows_kernel.cuh"
+#include "decode/rows_sums.cuh"
 #include "mxtile/sm90/cluster.cuh"
+#include "mxtile/sm90/tma.cuh"
 
 namespace te_mx::sm90 {
 

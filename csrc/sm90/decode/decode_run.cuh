@@ -81,11 +81,9 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 // tiles_kernel, of one matrix of MXFP8 in tiles; spread: the octaves that blocks of a row of x may
 // be apart. unsupported: a part of k is too long.
 Status run_tiles(const DecodeTask& t, int spread, int sms);
-// dealt_kernel, of one matrix in tiles; unsupported: rows_kernel is faster, or rows are not plain.
+// dealt_kernel, of one matrix in tiles; unsupported: others are faster, or rows are not plain.
 Status run_dealt(const DecodeTask& t, bool factors, int sms);
-// ring_kernel, the same.
-Status run_ring(const DecodeTask& t, bool factors, int sms);
-// rows_kernel, of weights in tiles, or one of those.
+// ring_kernel, of weights in tiles, or that one.
 Status run_rows(const DecodeTask& t, bool factors, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);

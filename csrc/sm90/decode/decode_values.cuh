@@ -156,15 +156,20 @@ struct EightValues {
     return {tile::fp8x4<kFmt>(a.x, a.y, b.x, b.y), tile::fp8x4<kFmt>(c.x, c.y, d.x, d.y)};
   }
 
+  // And those of a factor.
+  __device__ __forceinline__ uint2 codes_by(float factor) const {
+    const float2 a = Input<T>::values(word(0)), b = Input<T>::values(word(1)),
+                 c = Input<T>::values(word(2)), d = Input<T>::values(word(3));
+    const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+    return codes_by_row<T, kFmt>(eight, factor);
+  }
+
   __device__ __forceinline__ EightMade made(const DecodeInput& in) const {
     uint2 codes;
     float scale;
     if constexpr (kFactors) {
       const Factor f = factor_of_block<kFmt>(__uint_as_float(most()), in.epsilon, in.power_of_two);
-      const float2 a = Input<T>::values(word(0)), b = Input<T>::values(word(1)),
-                   c = Input<T>::values(word(2)), d = Input<T>::values(word(3));
-      const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-      codes = codes_by_row<T, kFmt>(eight, f.factor), scale = f.scale;
+      codes = codes_by(f.factor), scale = f.scale;
     } else {
       const uint32_t byte = scale_byte(in, most());
       codes = codes_of(byte);
@@ -219,6 +224,32 @@ struct QuadBytes {
     const uint2 own = x.codes_of(byte[j]);
     return {tile::fp8x4_times<Element::e4m3>(own.x, f, f),
             tile::fp8x4_times<Element::e4m3>(own.y, f, f)};
+  }
+};
+
+// Factors of eights of bf16 of kSteps rows in a quad, of which half a warp has one each.
+template <int kSteps>
+struct QuadFactors {
+  Factor of[kSteps];
+
+  // NOTE: as in QuadBytes.
+  template <class Eight>
+  __device__ __forceinline__ QuadFactors(const Eight (&x)[kSteps], const DecodeInput& in) {
+    using In = Input<__nv_bfloat16>;
+    decltype(x[0].own_most()) most[kSteps];
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) most[j] = x[j].own_most();
+#pragma unroll
+    for (int lanes = 1; lanes < 16; lanes *= 2)
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j)
+        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const float2 two = In::magnitudes(most[j]);
+      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+      of[j] = factor_of_block<Element::e4m3>(__uint_as_float(amax), in.epsilon, in.power_of_two);
+    }
   }
 };
 

@@ -1,38 +1,62 @@
-// Rows of x times weights that stand still in tiles, as rows_kernel.cuh, with its sums: of the
-// first k to the last. Here runs of quads (of 128 k) are dealt in turns to the warpgroups of a
-// cluster, two of each CTA: a warpgroup multiplies a run, and keeps its products until it has the
-// sums of all runs before; it adds them up one after the other and passes the sums on, warp by
-// warp, to the warpgroup beside it or to the next CTA. So all of k is on its way at once, what is
-// sent does not grow with it, and no bit depends on how long runs are or how many CTAs there are.
+// Few rows of x times weights, with the sums of rows_sums.cuh. Runs of quads (of 128 k) are dealt
+// in turns to the warpgroups of a cluster, two of each CTA: a warpgroup multiplies a run, and keeps
+// its products until it has the sums of all runs before; it adds them up one after the other and
+// passes the sums on, warp by warp, to the warpgroup beside it or to the next CTA. So all of k is
+// on its way at once, what is sent does not grow with it, and no bit depends on how long runs are
+// or how many CTAs there are. While a warpgroup adds up all others wait: nothing else is left to do
+// then.
 //
-// Grid: x = weights / 64 * CTAs of a cluster, y = blocks of rows of x. One warp asks for quads,
-// first of all those of weights, before it waits for the kernel that wrote x; scales of weights are
-// asked for by all others.
+// Grid: x = weights / 64 * CTAs of a cluster, y = blocks of rows of x; of groups of rows, with a
+// weight each, those of decode_rows.cuh. One warp asks for quads, first of all those of weights,
+// before it waits for the kernel that wrote x; scales of weights are asked for by all others.
 #pragma once
 
 #include "common/shares.cuh"
-#include "decode/rows_kernel.cuh"
+#include "decode/rows_sums.cuh"
 #include "mxtile/sm90/cluster.cuh"
+#include "mxtile/sm90/copy_async.cuh"
+#include "mxtile/sm90/tma.cuh"
 
 namespace te_mx::sm90 {
 
+inline constexpr int kRowsWeights = 64;  // rows of weights of a CTA
+inline constexpr int kRowsOthers = 2 * kRowsMath, kRowsThreads = kRowsOthers + 32;
 inline constexpr int kRingMostStages = 24;
+// Barriers of quads that are there: quad q of a CTA has barrier q % kRowsBars, however few stages
+// there are. NOTE: a wait by parity tells phases apart that are next to each other, so who waits
+// has to know that the one before is over. Of a stage it may not be: quads arrive in any order, and
+// the other warpgroup may still wait for the one before in the stage. Of quads two rounds ago it
+// is.
+inline constexpr int kRowsBars = 32;
+
+// Where things lie in shared memory, behind the stages of weights. Of x: stages, or what is made;
+// of all quads of a CTA scales of weights, and classes; sums that the other warpgroup leaves, and
+// those that another CTA sends.
+struct RingRoom {
+  int x_at = 0, words_at = 0, x_scales_at = 0, classes_at = 0, sums_at = 0, sent_at = 0;
+  int bars_at = 0, bytes = 0;
+};
+
+// Things that are dealt two by two to the CTAs of a cluster: the first one has the most.
+struct Dealt {
+  int rounds = 0, left = 0;
+  __host__ __device__ __forceinline__ int to(int rank) const {
+    const int more = left - 2 * rank;
+    return rounds * 2 + (more < 0 ? 0 : more < 2 ? more : 2);
+  }
+};
 
 struct RingParams {
   AlignedInput x;
   const uint8_t* words = nullptr;            // scales of tiles
   int64_t words_quad = 0, words_matrix = 0;  // bytes from a quad, or a matrix, to the next
   int n = 0, stages = 0, cluster = 1;
-  int runs = 1;    // of all quads
-  Shares lengths;  // of runs, in quads
+  int at_once = 0;      // quads of weights that are asked for at once, beside x that CTAs make
+  int runs = 1;         // of all quads
+  Shares lengths;       // of runs, in quads
+  Dealt dealt, longer;  // runs; those that are longer
+  RingRoom room;
   DecodeOut out;
-};
-
-// Where things lie in shared memory, behind the stages of weights. Of x: stages, or what is made;
-// of all quads of a CTA scales of weights, and classes; sums that the other warpgroup leaves, and
-// those that another CTA sends.
-struct RingRoom {
-  int x_at, words_at, x_scales_at, classes_at, sums_at, sent_at, bars_at, bytes;
 };
 
 // kMakes: CTAs make their x. kAhead: quads of a run at most, whose products a warpgroup keeps.
@@ -45,23 +69,19 @@ struct RingMath {
   static constexpr int kWeights = kRowsWeights * kDecodeQuad, kWords = kRowsWeights * 4;
 };
 
-// So many of all runs, which are dealt two by two, has CTA `rank` of a cluster; the first the most.
-__host__ __device__ inline int dealt_to(int all, int cluster, int rank) {
-  const int round = 2 * cluster, left = all % round - 2 * rank;
-  return all / round * 2 + (left < 0 ? 0 : left < 2 ? left : 2);
-}
-
-// length, run: quads of a CTA, and of a run, at most. once: there are no more runs than warpgroups.
 template <class Math>
-__host__ __device__ constexpr RingRoom ring_room(int stages, int length, int run, bool once) {
-  const int copies = Math::kMakesX ? (once ? 2 : 4) * run : stages;
-  RingRoom r{};
-  int at = stages * Math::kWeights;
+RingRoom ring_room(const RingParams& p) {
+  // Of the CTA that has the most: quads, and those of a run.
+  const int runs = p.dealt.to(0), length = runs * p.lengths.least + p.longer.to(0);
+  const int run = p.lengths.least + (p.lengths.longer > 0);
+  const int copies = Math::kMakesX ? (runs <= 2 ? 2 : 4) * run : p.stages;
+  RingRoom r;
+  int at = p.stages * Math::kWeights;
   r.x_at = at, at += copies * Math::kCodes;
   r.words_at = at, at += length * Math::kWords;
   r.x_scales_at = at, at += (Math::kMakesX ? copies : length) * Math::kScales;
   r.sums_at = at, at += kRowsMath * Math::kFloats * 4;
-  r.sent_at = at, at += kRowsMath * Math::kFloats * 4;
+  r.sent_at = at, at += p.cluster > 1 ? kRowsMath * Math::kFloats * 4 : 0;
   r.bars_at = at, at += (kRowsBars + kRingMostStages + 4) * 8;
   r.classes_at = at, at += length * 4;
   r.bytes = at;
@@ -70,29 +90,42 @@ __host__ __device__ constexpr RingRoom ring_room(int stages, int length, int run
 
 // What a CTA has to do, and where.
 template <class Math>
-struct RingPlace : RowsBlock<RingParams> {
+struct RingPlace {
+  const RingParams& p;
+  DecodeRows block;
+  int n0;                          // the first row of its weights
   int rank, runs, longer, length;  // of the CTA: runs, those that are longer, quads
-  RingRoom room;
+  const RingRoom& room;
   uint8_t* smem;
   uint32_t base, full, empty;  // shared addresses; barriers: quads are there, stages were read
   uint64_t* bars;
 
   __device__ __forceinline__ RingPlace(const RingParams& p, uint8_t* smem)
-      : RowsBlock<RingParams>{p, DecodeRows(p.x.rows_of),
-                              static_cast<int>(tile::cluster_index()) * kRowsWeights},
+      : p(p),
+        block(p.x.rows_of),
+        n0(static_cast<int>(tile::cluster_index()) * kRowsWeights),
         rank(static_cast<int>(tile::cluster_rank())),
+        room(p.room),
         smem(smem) {
-    runs = dealt_to(p.runs, p.cluster, rank), longer = dealt_to(p.lengths.longer, p.cluster, rank);
-    length = before(runs);
-    room = room_of(p);
+    runs = p.dealt.to(rank), longer = p.longer.to(rank), length = before(runs);
     base = tile::smem_addr(smem), full = base + room.bars_at, empty = full + 8 * kRowsBars;
     bars = reinterpret_cast<uint64_t*>(smem + room.bars_at);
   }
-  // The same in all CTAs of a cluster.
-  static __host__ __device__ __forceinline__ RingRoom room_of(const RingParams& p) {
-    const int most = dealt_to(p.runs, p.cluster, 0);
-    const int length = most * p.lengths.least + dealt_to(p.lengths.longer, p.cluster, 0);
-    return ring_room<Math>(p.stages, length, p.lengths.least + (p.lengths.longer > 0), most <= 2);
+  // By whole warps, before anything else; false: there is nothing to do.
+  __device__ __forceinline__ bool take_rows() {
+    const bool grouped = !block.early();
+    if (grouped) tile::await_predecessors();
+    if (!block.begin(static_cast<int>(blockIdx.y))) return false;
+    if (grouped && block.group < 0) {
+      clear<kRowsThreads>(p.out, block, n0, min(p.n, n0 + kRowsWeights));
+      return false;
+    }
+    return true;
+  }
+  // Words of the tile of the CTA's weights in a quad, with that of the class behind; or its factor.
+  __device__ __forceinline__ const uint8_t* tile_words(int quad) const {
+    return p.words + block.group * p.words_matrix + quad * p.words_quad +
+           n0 / kWideRows * (p.x.factors ? 4 : kWideWords);
   }
   // Of the CTA's run i: its number, its length, and how many quads of the CTA come before it.
   __device__ __forceinline__ int run(int i) const { return (i / 2 * p.cluster + rank) * 2 + i % 2; }
@@ -106,8 +139,7 @@ struct RingPlace : RowsBlock<RingParams> {
   __device__ __forceinline__ uint32_t x_scales(int q) const {
     return base + room.x_scales_at + q * Math::kScales;
   }
-  // Of quad q of the CTA. NOTE: that of kRowsBars before is over, as in rows_kernel.cuh: a round
-  // has half as many at most.
+  // Of quad q of the CTA. NOTE: a round has half of kRowsBars at most.
   __device__ __forceinline__ uint32_t full_bar(int q) const {
     return full + q % static_cast<uint32_t>(kRowsBars) * 8;
   }
@@ -119,6 +151,7 @@ struct RingPlace : RowsBlock<RingParams> {
   __device__ __forceinline__ int sent_bytes() const { return (block.count + 1) / 2 * 128; }
   // By one warp.
   __device__ __forceinline__ void start(int lane) const {
+    static_assert(kRowsBars == 32 && kRowsBars >= kRingMostStages && kRowsBars >= 4 * Math::kAhead);
     tile::mbar_init(bars + lane, 1);
     if (lane < p.stages) tile::mbar_init(empty_bar(lane), kRowsMath / 32);
     if (lane < 4) tile::mbar_init(sent_bar(lane), 1);
@@ -163,7 +196,11 @@ struct RingProducer {
   __device__ __forceinline__ void ask_all() const {
     const int ahead = min(at.p.stages, at.length);
     Cursor c(at);
-    for (int q = 0; q < ahead; ++q, c.next(at)) ask_weights(c, q, q);
+    for (int q = 0; q < ahead; ++q, c.next(at)) {
+      // NOTE: x that CTAs make comes behind whatever was asked for before it.
+      if (Math::kMakesX && q >= at.p.at_once) tile::mbar_wait(at.full_bar(q - at.p.at_once), 0);
+      ask_weights(c, q, q);
+    }
     tile::await_predecessors();
     Cursor of_x(at);
     for (int q = 0; q < ahead; ++q, of_x.next(at)) ask_x(of_x, q, q);
@@ -176,15 +213,15 @@ struct RingProducer {
   }
 };
 
-// Makes x of runs, by a warpgroup: bf16 values in whole vectors, of rows that are there; half a
-// warp has a quad of one. The first ones are loaded before.
+// Makes x of runs, by a warpgroup: bf16 values in whole vectors, of rows that are there, which are
+// loaded before; half a warp has a quad of one.
 template <class Math>
 struct RingMaker {
   static constexpr int kSteps = 4, kWorkers = kRowsMath / 16, kBatch = kSteps * kWorkers;
   const RingPlace<Math>& at;
   int lane, worker, rows, factor;
   const __nv_bfloat16* from;
-  uint4 v[kSteps];
+  uint4 v[kSteps], later[kSteps];
 
   __device__ __forceinline__ explicit RingMaker(const RingPlace<Math>& at) : at(at) {
     lane = static_cast<int>(threadIdx.x) % 16;
@@ -196,63 +233,73 @@ struct RingMaker {
   __device__ __forceinline__ int place_of(int done, int j) const {
     return done + j * kWorkers + worker;
   }
-  // Quads [first, first + count).
-  __device__ __forceinline__ void load(int done, int first, int count) {
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      const int place = place_of(done, j), quad = place * factor >> 16, row = place - quad * rows;
-      const int k = (first + quad) * kDecodeQuad;
-      v[j] = make_uint4(0, 0, 0, 0);
-      // NOTE: past L1, which may hold what was there before.
-      if (quad < count && k + lane * 8 < at.p.x.k)
-        v[j] = __ldcg(reinterpret_cast<const uint4*>(from + row * at.p.x.in.ld + k));
-    }
+  // Of quads [first, first + count).
+  __device__ __forceinline__ uint4 one(int place, int first, int count) const {
+    const int quad = place * factor >> 16, row = place - quad * rows;
+    const int k = (first + quad) * kDecodeQuad;
+    // NOTE: past L1, which may hold what was there before.
+    if (quad < count && k + lane * 8 < at.p.x.k)
+      return __ldcg(reinterpret_cast<const uint4*>(from + row * at.p.x.in.ld + k));
+    return make_uint4(0, 0, 0, 0);
   }
-  // What was loaded, and the others, to shared addresses.
+  __device__ __forceinline__ void load(int first, int count) {
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) v[j] = one(place_of(0, j), first, count);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) later[j] = one(place_of(kBatch, j), first, count);
+  }
+  // What was loaded, to shared addresses.
   template <bool kFactors>
-  __device__ __forceinline__ void make(uint32_t to, uint32_t scales_to, int first, int count) {
+  __device__ __forceinline__ void make(uint32_t to, uint32_t scales_to, int count) const {
+    static_assert(!Math::kMakesX || Math::kX * Math::kAhead <= 2 * kBatch);
     const int all = rows * count;
-#pragma unroll 1
-    for (int done = 0; done < all; done += kBatch) {
-      if (done > 0) load(done, first, count);
-      float scales[kSteps];
-      const auto store = [&](int j, uint32_t low, uint32_t high) {
-        const int place = place_of(done, j), quad = place * factor >> 16, row = place - quad * rows;
-        if (place < all)
-          tile::st_shared_u32x2(to + quad * Math::kCodes + row / 8 * 1024 +
-                                    tile::swizzle128(row % 8, lane / 2) + lane % 2 * 8,
-                                low, high);
-      };
-      if constexpr (kFactors) {
-        using Eight = AlignedValues<__nv_bfloat16, true, true>;
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          Eight x;
-          x.v[0] = v[j];
-          const EightMade made = x.made(at.p.x.in);
-          store(j, made.words.x, made.words.y);
-          scales[j] = made.scale;
-        }
-      } else {
-        using Eight = AlignedValues<__nv_bfloat16, true>;
-        Eight x[kSteps];
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) x[j].v[0] = v[j];
-        const QuadBytes<kSteps> own(x, at.p.x.in);
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          const uint2 codes = own.codes(x[j], j);
-          store(j, codes.x, codes.y);
-          scales[j] = aligned_scale(own.largest[j]);
-        }
-      }
-      const float low = lane & 1 ? scales[1] : scales[0], high = lane & 1 ? scales[3] : scales[2];
-      const int place = place_of(done, lane), quad = place * factor >> 16;
-      if (lane < kSteps && place < all)
-        tile::st_shared_u32(scales_to + quad * Math::kScales +
-                                aligned_scale_place<Math::kX == 8>(place - quad * rows) * 4,
-                            __float_as_uint(lane & 2 ? high : low));
+    if (all <= kWorkers) {
+      const uint4 first[1] = {v[0]};
+      return make_some<kFactors>(to, scales_to, 0, all, first);
     }
+    make_some<kFactors>(to, scales_to, 0, all, v);
+    if (all > kBatch) make_some<kFactors>(to, scales_to, kBatch, all, later);
+  }
+  template <bool kFactors, int kN>
+  __device__ __forceinline__ void make_some(uint32_t to, uint32_t scales_to, int done, int all,
+                                            const uint4 (&v)[kN]) const {
+    float scales[kN];
+    const auto store = [&](int j, uint32_t low, uint32_t high) {
+      const int place = place_of(done, j), quad = place * factor >> 16, row = place - quad * rows;
+      if (place < all)
+        tile::st_shared_u32x2(to + quad * Math::kCodes + row / 8 * 1024 +
+                                  tile::swizzle128(row % 8, lane / 2) + lane % 2 * 8,
+                              low, high);
+    };
+    using Eight = AlignedValues<__nv_bfloat16, true, kFactors>;
+    Eight x[kN];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) x[j].v[0] = v[j];
+    if constexpr (kFactors) {
+      const QuadFactors<kN> own(x, at.p.x.in);
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        const uint2 codes = x[j].codes_by(own.of[j].factor);
+        store(j, codes.x, codes.y);
+        scales[j] = own.of[j].scale;
+      }
+    } else {
+      const QuadBytes<kN> own(x, at.p.x.in);
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        const uint2 codes = own.codes(x[j], j);
+        store(j, codes.x, codes.y);
+        scales[j] = aligned_scale(own.largest[j]);
+      }
+    }
+    float scale = scales[0];
+#pragma unroll
+    for (int j = 1; j < kN; ++j) scale = lane == j ? scales[j] : scale;
+    const int place = place_of(done, lane), quad = place * factor >> 16;
+    if (lane < kN && place < all)
+      tile::st_shared_u32(scales_to + quad * Math::kScales +
+                              aligned_scale_place<Math::kX == 8>(place - quad * rows) * 4,
+                          __float_as_uint(scale));
   }
 };
 
@@ -266,16 +313,15 @@ __global__ void __launch_bounds__(kRowsThreads, Math::kCtas)
   const int lane = threadIdx.x % 32;
   RingPlace<Math> at(p, smem);
   if (!at.take_rows()) return;
-  if (warp == kRowsOthers / 32) at.start(lane);
-  if (threadIdx.x == kRowsOthers) tile::tma_prefetch(&map);
-  __syncthreads();
   const bool many = p.cluster > 1;
-  if (many) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
-  tile::let_dependents_start();
-
-  // Named barriers: of all, of two warps one each way, and of a warpgroup.
-  constexpr int kMath = 1, kTurn = 2, kMade = 10;
+  // Named barriers: of all, before anything and before scales; of two warps one each way; of a
+  // warpgroup.
+  constexpr int kStart = 12, kMath = 1, kTurn = 2, kMade = 10;
   if (warp == kRowsOthers / 32) {
+    at.start(lane);
+    tile::named_arrive(kStart, kRowsThreads);
+    if (many) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
+    tile::let_dependents_start();
     if (tile::elect_one()) RingProducer<Math>{at, &map}.ask_all();
     __syncwarp();
     if (many) tile::cluster_wait();
@@ -284,13 +330,13 @@ __global__ void __launch_bounds__(kRowsThreads, Math::kCtas)
 
   const bool factors = p.x.factors;
   // Of the CTA's quads: scales of weights, and the class of their tile, or its factor. By a warp
-  // each.
+  // each. NOTE: nobody waits for them before x is made: they come behind weights.
   int* const classes = reinterpret_cast<int*>(smem + at.room.classes_at);
   for (int i = warp; i < at.runs; i += kRowsOthers / 32) {
     const int first = at.first(i), count = at.count(i), before = at.before(i);
     if (lane < count)
-      classes[before + lane] = __ldg(reinterpret_cast<const int*>(at.tile_words(first + lane)) +
-                                     (factors ? 0 : kWideRows));
+      tile::copy4_async(classes + before + lane,
+                        at.tile_words(first + lane) + (factors ? 0 : kWideRows * 4));
     if (factors) continue;
     constexpr int kEach = kRowsWeights / 4;
     const int skipped = at.n0 % kWideRows * 4;
@@ -300,20 +346,25 @@ __global__ void __launch_bounds__(kRowsThreads, Math::kCtas)
                          at.tile_words(first + j / kEach) + skipped + j % kEach * 16, true);
   }
   tile::end_copy_group();
-  if (many) tile::cluster_wait();
+  tile::named_barrier(kStart, kRowsThreads);
+  if (many) tile::cluster_arrive_relaxed();
   const int group = warp / 4;
   tile::await_predecessors();
   RingMaker<Math> maker(at);
-  if (Math::kMakesX && group < at.runs) maker.load(0, at.first(group), at.count(group));
-  tile::wait_copy_groups<0>();
-  tile::named_barrier(kMath, kRowsOthers);
+  if (Math::kMakesX && group < at.runs) maker.load(at.first(group), at.count(group));
+  if (many) tile::cluster_wait();
+  const auto await_scales = [&] {
+    tile::wait_copy_groups<0>();
+    tile::named_barrier(kMath, kRowsOthers);
+  };
+  if (group >= at.runs) await_scales();
 
   const int there = at.block.count - lane % 4 * 2;
   const int most = p.lengths.least + (p.lengths.longer > 0);
   const uint32_t x_at = tile::keep(tile::wgmma_desc_at(at.x(0))),
                  w_at = tile::keep(tile::wgmma_desc_at(at.w(0))),
-                 words_at = tile::keep(at.base + at.room.words_at + (warp % 4 * 16 + lane / 4) * 4),
-                 sums_at = tile::keep(at.base + at.room.sums_at + threadIdx.x % kRowsMath * 16);
+                 words_at = at.base + at.room.words_at + (warp % 4 * 16 + lane / 4) * 4,
+                 sums_at = at.base + at.room.sums_at + threadIdx.x % kRowsMath * 16;
   uint8_t* const sent = smem + at.room.sent_at + threadIdx.x % kRowsMath * 16;
   uint64_t* const sent_bar = at.sent_bar(warp % 4);
   uint32_t sent_phase = 0;
@@ -367,14 +418,14 @@ __global__ void __launch_bounds__(kRowsThreads, Math::kCtas)
     const int count = at.count(i), before = at.before(i);
     const int place = at.runs > 2 ? (group * 2 + i / 2 % 2) * most : group * most;
     if constexpr (Math::kMakesX) {
-      const int first = at.first(i);
-      factors ? maker.template make<true>(at.x(place), at.x_scales(place), first, count)
-              : maker.template make<false>(at.x(place), at.x_scales(place), first, count);
+      factors ? maker.template make<true>(at.x(place), at.x_scales(place), count)
+              : maker.template make<false>(at.x(place), at.x_scales(place), count);
       tile::fence_async_proxy();
       // NOTE: behind the fence, which would wait for it.
-      if (i + 2 < at.runs) maker.load(0, at.first(i + 2), at.count(i + 2));
-      tile::named_barrier(kMade + group, kRowsMath);
+      if (i + 2 < at.runs) maker.load(at.first(i + 2), at.count(i + 2));
+      if (i != group) tile::named_barrier(kMade + group, kRowsMath);
     }
+    if (i == group) await_scales();
     int s = before % p.stages;
     const auto await = [&](int j) {
       const int q = before + j;
@@ -385,21 +436,22 @@ __global__ void __launch_bounds__(kRowsThreads, Math::kCtas)
         at.x_scales(Math::kMakesX ? place : before) + lane % 4 * (Math::kX == 8 ? 8 : 16);
     const uint32_t of_w = words_at + before * Math::kWords;
     const int* const cls = classes + before;
-    OfX xs[kAhead];
-    float low[kAhead], high[kAhead];
+    // NOTE: while others add up nobody looks for scales: theirs are multiplied before.
+    float scales[kAhead][kFloats];
     bool plain = factors || lane >= count || cls[min(lane, count - 1)] < 2;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int q = min(j, count - 1);
-      xs[j].load(of_x + q * Math::kScales);
-      if (factors) {
-        low[j] = high[j] = __int_as_float(cls[q]);
+      OfX own;
+      own.load(of_x + q * Math::kScales);
+      const uint32_t words = of_w + q * Math::kWords;
+      const float low = factors ? __int_as_float(cls[q]) : scale(tile::ld_shared_u32(words)),
+                  high = factors ? low : scale(tile::ld_shared_u32(words + 32));
 #pragma unroll
-        for (int k = 0; k < Math::kX / 4; ++k)
-          plain &= k / 2 * 8 + k % 2 >= there || is_normal(xs[j].v[k] * low[j]);
-      } else {
-        low[j] = scale(tile::ld_shared_u32(of_w + q * Math::kWords));
-        high[j] = scale(tile::ld_shared_u32(of_w + q * Math::kWords + 32));
+      for (int k = 0; k < kFloats; ++k) {
+        scales[j][k] = (k % 4 < 2 ? low : high) * own.v[k / 4 * 2 + k % 2];
+        if (factors && k % 4 < 2) plain &= k / 4 * 8 + k % 2 >= there || is_normal(scales[j][k]);
+        if (j >= count) scales[j][k] = -0.0f;
       }
     }
     const auto w_of = [&](int s) { return w_at + s * (Math::kWeights / 16); };
@@ -422,15 +474,23 @@ __global__ void __launch_bounds__(kRowsThreads, Math::kCtas)
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) tile::wgmma_pin(d[j]);
       __syncwarp();
-      if (tile::elect_one()) {
+      if (p.stages < at.length && tile::elect_one()) {
 #pragma unroll
         for (int j = 0; j < kAhead; ++j)
           if (j < count) tile::mbar_arrive(at.empty_bar(stage[j]));
       }
+      // Behind the last one nothing is added: 0 * -0.
+#pragma unroll
+      for (int j = 1; j < kAhead; ++j) {
+#pragma unroll
+        for (int k = 0; k < kFloats; ++k) d[j][k] = j < count ? d[j][k] : 0.0f;
+      }
       begin(run);
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j)
-        if (j < count) sums.add(d[j], low[j], high[j], xs[j]);
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int k = 0; k < kFloats; ++k) sums.v[k] = fmaf(d[j][k], scales[j][k], sums.v[k]);
+      }
     } else {
       // Quads of which tiles are spread, block by block, or factors far from 1.
       begin(run);

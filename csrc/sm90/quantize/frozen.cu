@@ -5,6 +5,7 @@
 
 #include "common/device.h"
 #include "common/launch.h"
+#include "mxtile/sm90/barrier.cuh"
 #include "quantize/plain_codes.cuh"
 #include "quantize/tile_classes.cuh"
 
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   __shared__ TileScales s;
   __shared__ alignas(16) uint8_t slots[kThreads][64];
   __shared__ int count[2];
+  tile::await_predecessors();
   const FrozenArgs& a = p.a;
   const Place at(a, p.row_tiles);
   uint32_t v[4][4], e[4];
@@ -183,6 +185,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 __global__ void __launch_bounds__(kThreads) unpack_frozen_kernel(const __grid_constant__ Params p) {
+  tile::await_predecessors();
   const FrozenArgs& a = p.a;
   const Place at(a, p.row_tiles);
   if (at.ks <= 0) return;
@@ -226,9 +229,9 @@ Status run(void (*kernel)(Params), const FrozenArgs& a) {
   if (row_tiles * steps > INT32_MAX) return Status::unsupported;
   Params p{a, packed_ld(a.k), (a.k + 31) / 32, static_cast<int>(row_tiles), false};
   p.vectors = a.k % 16 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 16 == 0;
-  kernel<<<static_cast<unsigned>(row_tiles * steps), kThreads, 0,
-           static_cast<cudaStream_t>(a.execution.stream)>>>(p);
-  return started(cudaGetLastError());
+  // NOTE: who follows may read weights before it waits, so it starts behind this one.
+  const auto tiles = static_cast<unsigned>(row_tiles * steps);
+  return launch_early(kernel, {tiles, kThreads, a.execution.stream}, p);
 }
 
 }  // namespace
