@@ -386,6 +386,8 @@ DIRECTIONS = [  # rows, columns, what is drawn, by which rule
     ("nvfp4", WIDE, None, "te"),
     (WIDE, WIDE, 5, "te"),
     (WIDE, TURNED, None, "te"),
+    ("nvfp4", WIDE, None, "te_4over6"),
+    (WIDE, WIDE, 5, "te_4over6_mse_448"),
 ]
 
 
@@ -454,6 +456,7 @@ def same_parts(made, one):
         ("nvfp4", TURNED, 5, "te"),
         ("nvfp4", WIDE, None, "te"),
         ("nvfp4_rows", "nvfp4", None, "te_4over6"),
+        ("nvfp4", WIDE, None, "te_4over6"),
         ("nvfp4", "", None, "te"),
         ("", TURNED, 11, "te"),
     ],

@@ -529,9 +529,6 @@ class HopperNvfp4(Kernel):
         if reason is None and len(set(map(is_tall, specs))) > 1:
             reason = "takes blocks of one shape for both directions"
         rule = split_rule(problem.rule)[0]
-        turns = [one.size for one in (spec_of(spec).format.transform for spec in specs) if one]
-        if reason is None and 32 in turns and rule != "te":
-            reason = "transforms 32 elements by the rule te"
         if reason is None and rule not in _TRIES:
             reason = f"knows the scale rules of Transformer Engine, not {problem.rule}"
         wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(VALUES[0])
