@@ -551,19 +551,22 @@ def test_experts_are_frozen_without_the_reference():
 
 
 @pytest.mark.usefixtures("direct")
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize(("tokens", "elsewhere"), [(1, False), (9, True), (90, False)])
-def test_mixtures_of_tokens_as_they_are(tokens, elsewhere, fmt, monkeypatch):
-    """Bits do not matter, steps on what codes stand for do."""
+@pytest.mark.parametrize(("fmt", "dtype"), [("nvfp4", BF16), ("nvfp4", F16), ("mxfp4", BF16)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "elsewhere"),
+    [(1, 6, False), (2, 24, False), (9, 6, True), (90, 6, False)],
+)
+def test_mixtures_of_tokens_as_they_are(tokens, experts, elsewhere, fmt, dtype, monkeypatch):
+    """Against steps on what codes stand for; each slot by itself, and slots that are sorted."""
     torch.manual_seed(tokens)
-    experts, hidden, inner, top_k = 6, 136, 80, 3
+    hidden, inner, top_k = 136, 80, 3
     given = [
         te_mx.quantize(torch.randn(experts, *size, device="cuda") / 8, fmt=fmt)
         for size in ((2 * inner, hidden), (hidden, inner))
     ]
     held = [te_mx.moe.pack_experts(one, activations="bf16") for one in given]
     assert all(one.stack.layout is SM90_NVFP4 for one in held)
-    x = torch.randn(tokens, hidden, device="cuda", dtype=BF16)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
     ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k]
     ids[0, 1] = -1
     local = torch.tensor([2, -1, 0, 1, 3, 5], device="cuda") if elsewhere else None
@@ -582,7 +585,7 @@ def test_mixtures_of_tokens_as_they_are(tokens, elsewhere, fmt, monkeypatch):
             "", "rceil", Mode(),
         )
     )  # fmt: skip
-    assert made.dtype == BF16 and (made.float() - want).norm() <= 2.0**-7 * want.norm()
+    assert made.dtype == dtype and (made.float() - want).norm() <= 2.0**-7 * want.norm()
 
 
 @pytest.mark.usefixtures("direct")

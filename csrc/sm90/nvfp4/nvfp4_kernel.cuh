@@ -214,6 +214,7 @@ struct Nvfp4Place {
   // And for the rest. early: what wrote x is to be waited for.
   __device__ __forceinline__ void ask_all(const CUtensorMap* map, const DecodeRows& rows,
                                           int tile_n, bool early) const {
+    const int row0 = p.experts == nullptr ? rows.first : rows.first / p.places.each;
     ask_stages(
         p.stages, steps(), empty,
         [&](int i, int s) {
@@ -222,7 +223,7 @@ struct Nvfp4Place {
         [&] {
           if (!Math::kMakes && early) tile::await_predecessors();
         },
-        [&](int i, int s) { ask_x(map, rows.first, i, s); });
+        [&](int i, int s) { ask_x(map, row0, i, s); });
   }
 };
 

@@ -53,7 +53,8 @@ def _product(
         weight.groups, dtype=x.dtype, rule=rule,
     )  # fmt: skip
     call = FrozenCall(x, weight, bias, dtype, ends, None, gate)
-    made = FrozenProducts(problem).of_rows(call, places, experts, rows // max(len(x), 1))
+    each = rows // max(len(x), 1)
+    made = FrozenProducts(problem).of_rows(call, places, experts, each, stands=not gathers)
     if made is None:
         raise RuntimeError(f"te_mx internal error: {tuple(x.shape)} times {weight.groups} experts")
     return made[0]
@@ -75,7 +76,8 @@ class Mxfp4Experts(ExpertsKernel):
         fused = fused and second.k % 8 == 0
         # Where slots hardly share any expert, each is a group of its own.
         slots: Sorted | Tensor = ids
-        if not fused or what.expert_map is not None or 4 * len(ids) > first.groups:
+        alone = (fused or not what.format) and what.expert_map is None
+        if not alone or 4 * len(ids) > first.groups:
             slots = sort_slots(ids, first.groups, top_k, what.expert_map)
         h = _product(what.x, first, slots, what.biases[0], dtype, gathers=True, **how)
         h = in_halves(h, what.in_pairs)
