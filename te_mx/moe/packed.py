@@ -88,10 +88,10 @@ def pack_experts(
         if w.weight_only is not (activations is not None):
             raise ValueError(f"{OWNER}: w is packed already, with other activations: {w}")
         return w
-    given = stack_of(w, OWNER, "w")
+    given, mode = stack_of(w, OWNER, "w"), mode_of(settings_of(recipe, forward=False))
     if activations is not None:
         return PackedExperts(settled(given), True)
-    made = prepared_experts(given, mode_of(settings_of(recipe, forward=False)))
+    made = prepared_experts(given, mode)
     return w if made is given else PackedExperts(made)
 
 
