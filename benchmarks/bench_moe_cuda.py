@@ -86,9 +86,8 @@ def _rows(
 
 
 def mixtures(context: GpuContext) -> Iterator[Row]:
-    """te_mx.moe.fused_experts, lists included, on the weights as pack_experts leaves them; of NVFP4
-    two frozen te_mx.GroupedLinear, and what is between them is torch's, as of bf16: of both the
-    rows are sorted before."""
+    """te_mx.moe.fused_experts, lists included, on the weights as pack_experts leaves them, those of
+    NVFP4 for tokens as they are; of bf16 the rows are sorted before."""
     for experts, top_k, hidden, inner in context.pick(MIXTURES, [(4, 2, 64, 64)]):
         plain = (
             context.randn(experts, 2 * inner, hidden, seed=0),
@@ -98,22 +97,12 @@ def mixtures(context: GpuContext) -> Iterator[Row]:
             fmt: tuple(te_mx.moe.pack_experts(te_mx.quantize(one, fmt=fmt)) for one in plain)
             for fmt in MUST
         }
-        weights["nvfp4"] = tuple(map(_frozen, plain))
+        weights["nvfp4"] = tuple(
+            te_mx.moe.pack_experts(te_mx.quantize(one, fmt="nvfp4"), activations="bf16")
+            for one in plain
+        )
         for tokens in context.pick(list(MUST_OF_MIXTURES["mxfp4"]), [1]):
             yield from _mixture_rows(context, plain, weights, tokens, top_k)
-
-
-def _frozen(weights: Tensor) -> te_mx.GroupedLinear:
-    """Experts of these weights [experts, n, k] in NVFP4, for inputs as they are."""
-    experts, n, k = weights.shape
-    made = te_mx.GroupedLinear(
-        experts, k, n, bias=False, dtype=weights.dtype, device=weights.device,
-        single_grouped_weight=True,
-    )  # fmt: skip
-    with torch.no_grad():
-        made.weight.copy_(weights)
-    te_mx.freeze_weights(made, fmt="nvfp4", activations="bf16", drop_master=True)
-    return made
 
 
 def _mixture_rows(
@@ -126,20 +115,16 @@ def _mixture_rows(
     scores = torch.rand(tokens, top_k, device=context.device)
     order = ids.flatten().argsort(stable=True)
     rows, places = order // top_k, order.argsort()
-    splits = torch.bincount(ids.flatten(), minlength=experts)
-    ends = splits.cumsum(0).to(torch.int32)
+    ends = torch.bincount(ids.flatten(), minlength=experts).cumsum(0).to(torch.int32)
 
-    def product(a: Tensor, w: Any) -> Tensor:
-        if not isinstance(w, Tensor):
-            with torch.no_grad():
-                return w(a, splits)
+    def product(a: Tensor, w: Tensor) -> Tensor:
         if context.device.type != "cuda":
             return a @ w[0].t()
         return torch._grouped_mm(a, w.transpose(1, 2), ends)
 
-    def sorted_rows(i: int, w13: Any = plain[0], w2: Any = plain[1]) -> Tensor:
-        gate, up = product(x[rows], w13).chunk(2, 1)
-        y = product(F.silu(gate) * up, w2)[places].view(tokens, top_k, hidden)
+    def sorted_rows(i: int) -> Tensor:
+        gate, up = product(x[rows], plain[0]).chunk(2, 1)
+        y = product(F.silu(gate) * up, plain[1])[places].view(tokens, top_k, hidden)
         return (y * scores.unsqueeze(2).to(y.dtype)).sum(1)
 
     calls = {"bf16": captured(sorted_rows, 1, context.device, 1)}
@@ -147,8 +132,6 @@ def _mixture_rows(
     for fmt, (w13, w2) in weights.items():
 
         def ours(i: int, w13=w13, w2=w2) -> Tensor:
-            if isinstance(w13, te_mx.GroupedLinear):
-                return sorted_rows(i, w13, w2)
             return te_mx.moe.fused_experts(x, w13, w2, scores, ids)
 
         calls[fmt] = captured(ours, 1, context.device, 1)
@@ -156,12 +139,10 @@ def _mixture_rows(
     hit = len(ids.unique())
     for fmt, held in weights.items():
         seconds, must = times.seconds(fmt), MUST_OF_MIXTURES[fmt][tokens]
-        each = 3 * hidden * inner * 9 / 16 if fmt == "nvfp4" else 0  # bytes of an expert
-        nbytes = hit * (each or sum(one.nbytes for one in held) / experts)
+        nbytes = hit * sum(one.nbytes for one in held) / experts
         yield Row(
             f"mixture {fmt[:5]}", f"{tokens}x{top_k} of {experts} {hidden} {inner}",
-            "sm90_nvfp4" if fmt == "nvfp4" else "fused_experts", seconds * 1e6,
-            *context.bandwidth(nbytes, seconds),
+            "fused_experts", seconds * 1e6, *context.bandwidth(nbytes, seconds),
             "grouped_mm bf16 graph", times.ratio("bf16", fmt),
             Target(must, must + (0.5 if fmt == "nvfp4" else 0.3)),
             f"{times.seconds('bf16') * 1e6:.1f} us",

@@ -152,12 +152,11 @@ def experts_in_one(p: Experts) -> Tensor | None:
         return None
     (tokens, top_k), total = p.ids.shape, p.first.groups
     total = total if p.expert_map is None else len(p.expert_map)
-    kernel = None
+    kernel, lhs = None, p.format and f"{p.format}@rows"
     for weight in (p.first, p.second):
         problem = Problem(
-            "experts", place_of(p.x.device), f"{p.format}@rows", weight.spec, size_class(tokens),
-            weight.rows, weight.k, total, p.mode.precision, "", p.x.dtype, p.mode.spread, p.rule,
-            top_k=top_k,
+            "experts", place_of(p.x.device), lhs, weight.spec, size_class(tokens), weight.rows,
+            weight.k, total, p.mode.precision, "", p.x.dtype, p.mode.spread, p.rule, top_k=top_k,
         )  # fmt: skip
         known = derived()
         kernel = known[problem] if problem in known else derive(problem, find(problem))

@@ -283,7 +283,7 @@ def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
         whole = operand.tensor_scale
         if whole is not None:  # one for all experts, or one a row
             shape = groups, *fmt.tensor_scale_shape(n)
-            whole = whole.view(shape) if whole.dim() else whole.expand(shape)
+            whole = whole.view(shape) if whole.dim() else whole.expand(shape).contiguous()
         return Stack(codes, scales, operand.spec, groups, n, k, None, whole)
     if isinstance(weight, str | Tensor) or not isinstance(weight, Sequence):
         raise TypeError(

@@ -88,7 +88,7 @@ class Experts(NamedTuple):
 
     expert_map: int32, the number of each expert of all ranks here, or -1. biases: those of first
     and second [E, n]. in_pairs: rows of first are activated and gates in turns. x and what is
-    activated are quantized to a format by a rule."""
+    activated are quantized to a format by a rule, or, format "", multiplied as they are."""
 
     x: Tensor
     first: Stack
@@ -109,6 +109,11 @@ class ExpertsKernel(Kernel):
     groups are the experts of all ranks."""
 
     op = "experts"
+
+
+def in_halves(h: Tensor, in_pairs: bool) -> Tensor:
+    """h [rows, 2 F] with what is activated before the gates."""
+    return h.view(len(h), -1, 2).transpose(1, 2).reshape(h.shape) if in_pairs else h
 
 
 def rows_of_expert(problem: Problem) -> int:

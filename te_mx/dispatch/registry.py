@@ -56,7 +56,10 @@ def pick(
         kernel = kernel.get((n, k, m if m <= MOST_ROWS else MOST_ROWS + 1))
     if kernel is None:
         place = place_of(device)
-        problem = Problem(op, place, lhs, rhs, m, n, k, 0, precision, ends, dtype, spread, rule)
+        groups = int(ends != "")  # no kernel of these ops asks how many there are
+        problem = Problem(
+            op, place, lhs, rhs, m, n, k, groups, precision, ends, dtype, spread, rule
+        )  # fmt: skip
         kernel = choose(problem)[0]
         if device.type != "cuda" or device.index is not None:
             _keep(key, problem, kernel)

@@ -12,9 +12,12 @@ from te_mx._ops.moe import experts_in_one, moe_align, moe_gemm, summed_slots
 from te_mx.api.groups import bias_of, check_floats, settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
+from te_mx.autograd.routing import put_back, route, rows_of
+from te_mx.dispatch.calls import Groups
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.groups import known_to_host
-from te_mx.dispatch.moe import Align, Experts, RoutedGemm, Routing
+from te_mx.dispatch.moe import Align, Experts, RoutedGemm, Routing, in_halves
+from te_mx.dispatch.problem import ENCODED, INVARIANT
 from te_mx.moe.alignment import check_map
 from te_mx.moe.arguments import (
     check_ids,
@@ -23,9 +26,10 @@ from te_mx.moe.arguments import (
     refuse_transforms,
     routing_weights,
 )
-from te_mx.moe.packed import PackedExperts, experts_of
+from te_mx.moe.packed import PackedExperts, experts_of, is_weight_only
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_flag, check_one_of, check_place, shown
+from te_mx.weights import weight_only
 
 OWNER = "fused_experts"
 # f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.
@@ -54,9 +58,10 @@ def fused_experts(
     """``y[t] = sum over j of topk_weights[t, j] * mlp_e(x[t])`` with ``e = topk_ids[t, j]`` and
     ``mlp_e(x) = (f(gate) * up) @ w2[e].T``, ``gate, up = x @ w13[e].T``.
 
-    x is quantized once. The products with w13 are fp32 sums, rounded to the dtype of x; f(gate) *
-    up is fp32, rounded to that dtype and quantized in the same step; the products with w2 stay
-    fp32, times topk_weights, and are added up in fp32 in the order of j. No host waits.
+    x is quantized once, or not at all (`pack_experts`, activations). The products with w13 are fp32
+    sums, rounded to the dtype of x; f(gate) * up is fp32, rounded to that dtype and, if at all,
+    quantized in the same step; the products with w2 stay fp32, times topk_weights, and are added up
+    in fp32 in the order of j. No host waits.
 
     Args:
         x: [M, H], fp32, bf16 or fp16.
@@ -81,7 +86,13 @@ def fused_experts(
     settings = settings_of(recipe, forward=False)
     check_flag(f"{OWNER}: interleaved", interleaved)
     check_one_of(f"{OWNER}: activation", activation, ACTIVATIONS)
-    first, second = experts_of(w13, OWNER, "w13"), experts_of(w2, OWNER, "w2")
+    as_is = is_weight_only(w13)
+    if as_is and settings.precision in (INVARIANT, ENCODED):
+        raise ValueError(
+            f"{OWNER}: precision {settings.precision!r} quantizes tokens, w13 is packed with "
+            "activations='bf16' for tokens as they are"
+        )
+    first, second = experts_of(w13, OWNER, "w13", as_is), experts_of(w2, OWNER, "w2", as_is)
     _check_weights(x, first, second)
     ids, local = _ids(topk_ids, expert_map, first, x.shape[0])
     if local is None:
@@ -94,12 +105,14 @@ def fused_experts(
         return x.new_zeros((x.shape[0], second.rows))
     mode, act = mode_of(settings), ACTIVATIONS[activation]
     what = Experts(
-        x.detach(), first, second, ids, scores, local, bias, act, interleaved, settings.x,
-        settings.scale_rule, mode,
+        x.detach(), first, second, ids, scores, local, bias, act, interleaved,
+        "" if as_is else settings.x, settings.scale_rule, mode,
     )  # fmt: skip
     made = experts_in_one(what)
     if made is not None:
         return made
+    if as_is:
+        return _of_values(what)
     routing = _routing(ids, local, first.groups)
     h = x.new_empty((routed, first.rows))
     moe_gemm(RoutedGemm(quantized_rows(x, settings), first, routing, bias[0], None, h, mode))
@@ -113,10 +126,24 @@ def fused_experts(
     return summed_slots(y, top_k, x.dtype, (experts, first.groups) if left_out else None)
 
 
+def _of_values(what: Experts) -> Tensor:
+    """By steps, of tokens as they are."""
+    x, first, second, ids = what[:4]
+    if what.expert_map is not None:
+        ids = _local(ids.reshape(-1), what.expert_map).view(ids.shape)
+    to = route(ids, first.groups)
+    groups, rows = Groups(to.offs), rows_of(x, to.order, to.top_k)
+    h = in_halves(weight_only.grouped(rows, groups, first, what.biases[0], x.dtype), what.in_pairs)
+    step = ActStep(h, None, what.act, h.dtype, True, Target("", "", what.rule))
+    out = act_quantize_2d(step).out
+    assert out is not None
+    y = weight_only.grouped(out, groups, second, what.biases[1], torch.float32)
+    return put_back(y, to, what.weights.view(ids.shape)).to(x.dtype)
+
+
 def _activated(h: Tensor, act: Activation, interleaved: bool, settings: Settings) -> Operand:
     """f(gate) * up of h [routed, 2 F], quantized."""
-    if interleaved:
-        h = h.view(h.shape[0], -1, 2).transpose(1, 2).reshape(h.shape)
+    h = in_halves(h, interleaved)
     target = Target(f"{settings.x}@rows", "", settings.scale_rule)
     made = act_quantize_2d(ActStep(h, None, act, h.dtype, False, target)).quantized.row
     assert made is not None
@@ -131,14 +158,19 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
     total = experts if expert_map is None else len(expert_map)
     if known_to_host(ids) or 4 * routed <= total:
         if expert_map is not None:
-            known = (flat >= 0) & (flat < total)
-            flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
+            flat = _local(flat, expert_map)
         return Routing(None, flat, None, 1, top_k, top_k)
     block = 8
     while block < _MOST_BLOCK and block * total < 2 * routed:
         block *= 2
     sorted_ids, expert_ids, count = moe_align(Align(flat, block, total, expert_map))
     return Routing(sorted_ids, expert_ids, count, block, top_k, top_k)
+
+
+def _local(ids: Tensor, expert_map: Tensor) -> Tensor:
+    """The numbers here of these experts, -1 for those that are elsewhere."""
+    known = (ids >= 0) & (ids < len(expert_map))
+    return torch.where(known, expert_map[torch.where(known, ids, 0)], -1)
 
 
 def _check_weights(x: Any, first: Stack, second: Stack) -> None:

@@ -5,24 +5,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Stack
+from te_mx._ops import Stack, settled
 from te_mx._ops.moe import prepared_experts
 from te_mx.api.grouped import stack_of
 from te_mx.api.groups import settings_of
 from te_mx.api.tensor import MXTensor
 from te_mx.autograd.linear_recipe import mode_of
+from te_mx.runtime.arguments import check_one_of
+from te_mx.weights.formats import WEIGHT_ONLY
 
 OWNER = "pack_experts"
 
 
 class PackedExperts:
     """What `pack_experts` makes: weights [E, N, K] as `fused_experts` and `grouped_gemm` of their
-    device read them. Its fields are those of an MXTensor; it holds no plain codes."""
+    device read them. Its fields are those of an MXTensor; it holds no plain codes. weight_only:
+    whether tokens are multiplied as they are, not quantized."""
 
-    __slots__ = ("_stack",)
+    __slots__ = ("_stack", "weight_only")
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+    def __init__(self, stack: Stack, weight_only: bool = False) -> None:
+        self._stack, self.weight_only = stack, weight_only
 
     @property
     def stack(self) -> Stack:
@@ -51,10 +54,14 @@ class PackedExperts:
         return torch.stack([self._stack.group(i).values(dtype) for i in range(self._stack.groups)])
 
     def __repr__(self) -> str:
-        return f"PackedExperts(shape={tuple(self.shape)}, fmt={self.fmt!r}, device={self.device})"
+        more = ", weight_only=True" if self.weight_only else ""
+        shape = tuple(self.shape)
+        return f"PackedExperts(shape={shape}, fmt={self.fmt!r}, device={self.device}{more})"
 
 
-def pack_experts(w: MXTensor, recipe: Any = None) -> MXTensor | PackedExperts:
+def pack_experts(
+    w: MXTensor, recipe: Any = None, *, activations: str | None = None
+) -> MXTensor | PackedExperts:
     """Weights of experts in the form that products with any number of tokens read without work.
 
     Keep what this returns in place of w: one copy then serves the kernel for few rows of an expert
@@ -69,19 +76,36 @@ def pack_experts(w: MXTensor, recipe: Any = None) -> MXTensor | PackedExperts:
         w: [E, N, K] with a rowwise copy.
         recipe: its alignment spread counts; None means the active recipe, or the default one
             outside of te_mx.autocast.
+        activations: "bf16": `fused_experts` multiplies tokens as they are with the very values of
+            these codes, as te_mx.freeze_weights(activations="bf16") has it. None: it quantizes.
 
     Raises:
-        TypeError, ValueError: w is no such MXTensor.
+        TypeError, ValueError: w is no such MXTensor, or packed for others; activations.
     """
+    if activations is not None:
+        check_one_of(f"{OWNER}: activations", activations, (WEIGHT_ONLY,))
     if isinstance(w, PackedExperts):
+        if w.weight_only is not (activations is not None):
+            raise ValueError(f"{OWNER}: w is packed already, with other activations: {w}")
         return w
-    given = stack_of(w, OWNER, "w")
-    made = prepared_experts(given, mode_of(settings_of(recipe, forward=False)))
+    given, mode = stack_of(w, OWNER, "w"), mode_of(settings_of(recipe, forward=False))
+    if activations is not None:
+        return PackedExperts(settled(given), True)
+    made = prepared_experts(given, mode)
     return w if made is given else PackedExperts(made)
 
 
-def experts_of(w: Any, owner: str, name: str) -> Stack:
+def experts_of(w: Any, owner: str, name: str, weight_only: bool = False) -> Stack:
     """Weights of experts as one operand: packed ones, an MXTensor [E, N, K] or a sequence.
 
-    Raises TypeError or ValueError for what is none of these."""
+    Raises TypeError or ValueError for what is none of these, or not for such tokens."""
+    if is_weight_only(w) is not weight_only:
+        raise ValueError(
+            f"{owner}: {name} {'quantizes' if weight_only else 'does not quantize'} tokens "
+            f"(activations of pack_experts), which does not go here; got {w}"
+        )
     return w.stack if isinstance(w, PackedExperts) else stack_of(w, owner, name)
+
+
+def is_weight_only(w: Any) -> bool:
+    return isinstance(w, PackedExperts) and w.weight_only

@@ -210,11 +210,10 @@ class Frozen(WeightSource):
         settings: Settings, kept: Any,
     ) -> Tensor | None:  # fmt: skip
         """The result where a kernel for few rows takes it, else None."""
-        if not layer._reads_held or groups.capacity:
-            return None
-        tracing, many = is_tracing(), layer.num_gemms
-        n, k = layer.out_features, layer.in_features
-        if not (tracing or self._is_few(layer, x, many)):
+        tracing, (many, n, k) = is_tracing(), layer._shape_of(key)
+        # Weights that are read turned lie as they are read where no master is left.
+        reads_held = layer._reads_held or not (tracing or self.quantizes_inputs)
+        if not reads_held or groups.capacity or not (tracing or self._is_few(layer, x, many)):
             return None
         dtype = output_dtype(x)
         if not self.quantizes_inputs and x.dtype != dtype:  # it is rounded first

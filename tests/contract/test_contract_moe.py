@@ -177,9 +177,9 @@ def test_plain_tokens_are_quantized_by_the_recipe():
 # ----------------------------------------------------------------------------------- whole mixtures
 def mixture(
     x: Tensor, w13: Tensor, w2: Tensor, scores: Tensor, r: Routed, *, act: str, interleaved: bool,
-    biases: tuple[Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None], quantizes: bool = True,
 ) -> Tensor:  # fmt: skip
-    """fused_experts in steps, token by token; weights are values, x was quantized."""
+    """fused_experts in steps, token by token; weights are values, x was quantized if it is."""
     out = torch.zeros(len(x), w2.shape[1])
     for row in range(r.routed):
         e, token = r.expert_of(row), row // r.topk_ids.shape[1]
@@ -195,7 +195,8 @@ def mixture(
             z = torch.nn.functional.gelu(gate, approximate="tanh") * up
         else:
             z = torch.nn.functional.silu(gate) * up
-        z = te_mx.quantize(z.to(torch.bfloat16)).dequantize()
+        z = z.to(torch.bfloat16)
+        z = te_mx.quantize(z).dequantize() if quantizes else z.float()
         y = w2[e] @ z + (0 if biases[1] is None else biases[1][e])
         out[token] += scores.reshape(-1)[row] * y
     return out
@@ -228,6 +229,55 @@ def test_a_mixture_is_its_steps(routing, act, interleaved, with_bias):
     assert made.dtype == x.dtype and made.shape == x.shape
     # A sum of h may round the other way in bf16, and then a code of MXFP8.
     assert float((made.float() - want).norm()) <= 2.0**-6 * float(want.norm()) + 2.0**-20
+
+
+@every_routing
+@pytest.mark.parametrize(
+    ("fmt", "act", "interleaved"),
+    [("nvfp4", "silu", False), ("nvfp4", "swigluoai", True), ("mxfp4", "gelu_tanh", True),
+     ("e4m3", "silu", False)],
+)  # fmt: skip
+def test_a_mixture_of_tokens_as_they_are(routing, fmt, act, interleaved):
+    r = ROUTINGS[routing]
+    torch.manual_seed(5)
+    hidden, inner = 64, 48
+    x = torch.randn(len(r.topk_ids), hidden, dtype=torch.bfloat16)
+    plain = torch.randn(r.local, 2 * inner, hidden) / 4, torch.randn(r.local, hidden, inner) / 4
+    given = [te_mx.quantize(one, fmt=fmt) for one in plain]
+    held = [te_mx.moe.pack_experts(one, activations="bf16") for one in given]
+    scores, biases = torch.rand(r.topk_ids.shape), (torch.randn(r.local, 2 * inner), None)
+    made = te_mx.moe.fused_experts(
+        x, *held, scores, r.topk_ids, act, interleaved=interleaved, expert_map=r.expert_map,
+        biases=biases,
+    )  # fmt: skip
+    values = [one.dequantize() for one in given]
+    assert all(torch.equal(one.dequantize(), w) for one, w in zip(held, values, strict=True))
+    want = mixture(
+        x.float(), *values, scores, r, act=act, interleaved=interleaved, biases=biases,
+        quantizes=False,
+    )  # fmt: skip
+    assert made.dtype == x.dtype and made.shape == x.shape
+    # A sum of h, and what is activated, may round the other way in bf16.
+    assert float((made.float() - want).norm()) <= 2.0**-7 * float(want.norm()) + 2.0**-20
+
+
+def test_tokens_as_they_are_belong_to_whole_mixtures():
+    w13, w2 = quantized(4, 64, 32, fmt="nvfp4"), quantized(4, 32, 32, fmt="nvfp4")
+    held = te_mx.moe.pack_experts(w13, activations="bf16")
+    assert te_mx.moe.pack_experts(held, activations="bf16") is held and "weight_only" in repr(held)
+    with pytest.raises(ValueError, match="packed already"):
+        te_mx.moe.pack_experts(held)
+    with pytest.raises(ValueError, match="activations must be"):
+        te_mx.moe.pack_experts(w13, activations="mxfp8")
+    x, ids, scores = torch.randn(2, 32), torch.zeros(2, 1).int(), torch.ones(2, 1)
+    for pair in ((held, w2), (w13, te_mx.moe.pack_experts(w2, activations="bf16"))):
+        with pytest.raises(ValueError, match="activations of pack_experts"):
+            te_mx.moe.fused_experts(x, *pair, scores, ids)
+    recipe = te_mx.recipe.MXFP8BlockScaling(precision="invariant")
+    with pytest.raises(ValueError, match="precision 'invariant' quantizes tokens"):
+        te_mx.moe.fused_experts(x, held, held, scores, ids, recipe=recipe)
+    with pytest.raises(ValueError, match="activations of pack_experts"):
+        te_mx.moe.grouped_gemm(x, held, *te_mx.moe.align_block_size(ids, 8, 4), top_k=1, block_m=8)
 
 
 def test_a_mixture_of_no_tokens():

@@ -123,3 +123,24 @@ def test_products_of_groups_are_those_of_each(sizes, out_dtype):
             assert torch.equal(dw[i], wanted)
             start = end
     assert not out[sum(sizes) :].any()
+
+
+@pytest.mark.filterwarnings("error::te_mx.FallbackWarning")
+@pytest.mark.parametrize("sizes", [(40, 0, 136, 16), (1, 2, 3), (700, 300, 24)], ids=str)
+def test_groups_whose_ends_the_device_knows(sizes):
+    layer = te_mx.GroupedLinear(len(sizes), 136, 200, params_dtype=torch.bfloat16, device="cuda")
+    x, g = (torch.randn(sum(sizes), one, device="cuda").bfloat16() for one in (136, 200))
+    recipe, found = NVFP4BlockScaling(disable_stochastic_rounding=True), []
+    for splits in (list(sizes), torch.tensor(sizes, device="cuda")):
+        layer.zero_grad(set_to_none=True)
+        inp = x.detach().requires_grad_()
+        with te_mx.autocast(recipe=recipe):
+            y = layer(inp, splits)
+        y.backward(g)
+        ran = te_mx.audit(layer).layers[0]
+        assert "reference" not in (ran.fprop, ran.dgrad, ran.wgrad), ran
+        found.append(
+            [t.detach().double() for t in (y, inp.grad, *(p.grad for p in layer.parameters()))]
+        )
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 2e-3 * one.norm()

@@ -25,12 +25,14 @@ from te_mx.backends.sm90.nvfp4 import (
     Rest,
 )
 from te_mx.dispatch import registry
-from te_mx.dispatch.calls import Groups, Quantize, QuantizeGroups, QuantizeWeights
+from te_mx.dispatch.calls import Groups, Mode, Quantize, QuantizeGroups, QuantizeWeights
 from te_mx.dispatch.linear import FrozenCall, Gate
+from te_mx.dispatch.moe import Experts
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.run import dequantize, quantize
 from te_mx.layouts.operand import Operand, stacked
 from te_mx.layouts.plain import COLS
+from te_mx.moe.experts import ACTIVATIONS, _of_values
 from te_mx.recipe import MXFP4BlockScaling
 from te_mx.runtime.kernel_log import LAST_RUN
 from te_mx.weights import decode
@@ -386,6 +388,8 @@ DIRECTIONS = [  # rows, columns, what is drawn, by which rule
     ("nvfp4", WIDE, None, "te"),
     (WIDE, WIDE, 5, "te"),
     (WIDE, TURNED, None, "te"),
+    ("nvfp4", WIDE, None, "te_4over6"),
+    (WIDE, WIDE, 5, "te_4over6_mse_448"),
 ]
 
 
@@ -454,6 +458,7 @@ def same_parts(made, one):
         ("nvfp4", TURNED, 5, "te"),
         ("nvfp4", WIDE, None, "te"),
         ("nvfp4_rows", "nvfp4", None, "te_4over6"),
+        ("nvfp4", WIDE, None, "te_4over6"),
         ("nvfp4", "", None, "te"),
         ("", TURNED, 11, "te"),
     ],
@@ -543,3 +548,91 @@ def test_experts_are_frozen_without_the_reference():
         values = Operand(codes, scales, "nvfp4@rows", 128, 256, None, whole).values(torch.float64)
         check(y[start : start + size], x[start : start + size], values, bias)
         start += size
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize(("fmt", "dtype"), [("nvfp4", BF16), ("nvfp4", F16), ("mxfp4", BF16)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "elsewhere"),
+    [(1, 6, False), (2, 24, False), (9, 6, True), (90, 6, False)],
+)
+def test_mixtures_of_tokens_as_they_are(tokens, experts, elsewhere, fmt, dtype, monkeypatch):
+    """Against steps on what codes stand for; each slot by itself, and slots that are sorted."""
+    torch.manual_seed(tokens)
+    hidden, inner, top_k = 136, 80, 3
+    given = [
+        te_mx.quantize(torch.randn(experts, *size, device="cuda") / 8, fmt=fmt)
+        for size in ((2 * inner, hidden), (hidden, inner))
+    ]
+    held = [te_mx.moe.pack_experts(one, activations="bf16") for one in given]
+    assert all(one.stack.layout is SM90_NVFP4 for one in held)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+    ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k]
+    ids[0, 1] = -1
+    local = torch.tensor([2, -1, 0, 1, 3, 5], device="cuda") if elsewhere else None
+    scores, biases = torch.rand(tokens, top_k, device="cuda"), [None, None]
+    if tokens > 1:
+        biases = [torch.randn(experts, n, device="cuda") for n in (2 * inner, hidden)]
+    call = x, *held, scores, ids, "swigluoai"
+    how = {"interleaved": True, "expert_map": local, "biases": biases}
+    with monkeypatch.context() as patch:
+        patch.setattr("te_mx.moe.experts._of_values", None)  # nothing goes by steps
+        made = te_mx.moe.fused_experts(*call, **how)
+    want = _of_values(
+        Experts(
+            x.double().float(), *(one.stack for one in held), ids.int(), scores.flatten(),
+            None if local is None else local.int(), tuple(biases), ACTIVATIONS["swigluoai"], True,
+            "", "rceil", Mode(),
+        )
+    )  # fmt: skip
+    assert made.dtype == dtype and (made.float() - want).norm() <= 2.0**-7 * want.norm()
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_of_others_run_from_codes(turned, monkeypatch):
+    """A converted module of Transformers, of which only codes are left."""
+    pytest.importorskip("transformers", minversion="5.0")
+    experts = others_experts(turned)
+    te_mx.convert_model(experts)
+    values = [getattr(experts, key).detach().clone() for key in experts._weight_keys]
+    te_mx.freeze_weights(experts, fmt="nvfp4", activations="bf16", drop_master=True)
+    x = torch.randn(13, 64, device="cuda", dtype=BF16)
+    index = torch.rand(13, 5, device="cuda").argsort(1)[:, :2]
+    scores = torch.rand(13, 2, device="cuda")
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr("te_mx.weights.weight_only.grouped", None)  # what decodes all experts
+        made = experts(x, index, scores)
+    for value in values:
+        by_rows = value.mT if turned else value
+        made_of = torch.stack([
+            te_mx.quantize(one.contiguous(), fmt="nvfp4").dequantize() for one in by_rows
+        ])  # fmt: skip
+        value.copy_(made_of.mT if turned else made_of)
+    plain = others_experts(turned).float()
+    for key, value in zip(experts._weight_keys, values, strict=True):
+        getattr(plain, key).data.copy_(value)
+    if turned:
+        for key in experts._weight_keys:
+            getattr(plain, f"{key}_bias").data.copy_(getattr(experts, f"{key}_bias"))
+    with torch.no_grad():
+        want = plain(x.float(), index, scores)
+    assert (made.float() - want).norm() <= 2.0**-5 * want.norm()
+
+
+def others_experts(turned):
+    from types import SimpleNamespace
+
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    torch.manual_seed(0)
+    config = SimpleNamespace(
+        hidden_size=64, intermediate_size=48, num_local_experts=5, hidden_act="silu",
+        swiglu_alpha=1.7, swiglu_limit=7.0, _experts_implementation="grouped_mm",
+    )  # fmt: skip
+    made = (GptOssExperts if turned else MixtralExperts)(config).to("cuda", BF16)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.1)
+    return made

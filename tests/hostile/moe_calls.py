@@ -6,7 +6,19 @@ import torch
 from function_calls import floats
 from grouped_calls import STACK, TOKENS
 from judge import Call
-from malformed import COUNT, FLAG, OPTIONAL_DTYPE, RECIPE, WORD, Kind, changed, other_than, values
+from malformed import (
+    COUNT,
+    FLAG,
+    OPTIONAL_DTYPE,
+    OPTIONAL_WORD,
+    RECIPE,
+    UPPER_CASE,
+    WORD,
+    Kind,
+    changed,
+    other_than,
+    values,
+)  # fmt: skip
 from malformed_tensors import DIMENSIONS, INDEX, INPUT, NO_TENSOR, ROWS, SHAPED, output
 from torch import Tensor
 
@@ -83,8 +95,9 @@ MOE = (
     ),
     Call(
         "te_mx.moe.pack_experts", lambda d: te_mx.moe.pack_experts,
-        lambda d: {"w": weights(d, 40, H), "recipe": None},
-        {"w": WEIGHTS.but("another k", "an expert less", "meta"), "recipe": RECIPE},
+        lambda d: {"w": weights(d, 40, H), "recipe": None, "activations": "bf16"},
+        {"w": WEIGHTS.but("another k", "an expert less", "meta"), "recipe": RECIPE,
+         "activations": OPTIONAL_WORD | UPPER_CASE},
     ),
     Call(
         "te_mx.moe.grouped_gemm", lambda d: te_mx.moe.grouped_gemm,

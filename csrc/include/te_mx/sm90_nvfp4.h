@@ -69,9 +69,9 @@ struct Nvfp4Args {
   // there.
   const int32_t* places = nullptr;  // [m] or null
   int64_t x_rows = 0;
-  // Likewise, in place of ends of groups: row r, which is row r / each of x, has the weights of
-  // group experts[r], and becomes 0 where there is none. stands: written before the kernel before
-  // this one began.
+  // In place of ends of groups: row r, which is row r / each of x, has the weights of group
+  // experts[r], and becomes 0 where there is none. stands: written before the kernel before this
+  // one began.
   const int32_t* experts = nullptr;  // [m] or null
   int64_t each = 1;
   bool stands = false;

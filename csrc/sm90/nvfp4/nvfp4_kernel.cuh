@@ -66,6 +66,8 @@ struct Nvfp4Math {
   static constexpr bool kHalf = kIsHalf, kMakes = kQuantizes;
   static constexpr int kCols = kColumns, kGroups = 1, kParts = 2;
   static constexpr int kStages = 0;  // Nvfp4Params has them
+  // Quads of a stage, one for each part; those of 64 rows are so large that parts have their own.
+  static constexpr int kInStage = kCols == 64 ? 1 : kParts;
   static constexpr int kFloats = kCols / 2;
   static constexpr int kWarps = 4 * kGroups, kMath = 32 * kWarps * kParts, kThreads = kMath + 32;
   static constexpr int kBatch = 4;  // operands that are made together
@@ -81,19 +83,20 @@ struct Nvfp4Math {
   // Of a part of so many quads. Sums lie behind the stages, or in their place where there would be
   // too few of these.
   static constexpr Nvfp4Room room(int cluster, int quads, int smem) {
-    const int made = kMakes ? quads * kX : 0, stage = kParts * (kMakes ? kW : kX + kW);
+    const int made = kMakes ? quads * kX : 0, stage = kInStage * (kMakes ? kW : kX + kW);
     const int sums = sums_bytes(cluster), space = smem - 1024 - made;
     // NOTE: more of them come no earlier, but where two CTAs share an SM, they keep others waiting.
-    constexpr int kMost = kNvfp4MostStages / kParts;
+    constexpr int kMost = kNvfp4MostStages / kInStage, kTurn = kParts / kInStage;
     const auto stages = [&](int bytes) {
-      const int fit = bytes / stage, steps = (quads + kParts - 1) / kParts;
-      return steps < fit ? (steps < kMost ? steps : kMost) : fit < kMost ? fit : kMost;
+      const int fit = bytes / stage, most = fit < kMost ? fit : kMost;
+      const int steps = (quads + kInStage - 1) / kInStage;
+      return steps <= most ? steps : most - most % kTurn;  // a stage has quads of the same parts
     };
     const int apart = stages(space - sums), over = stages(space);
     const int both = made + apart * stage, all = made + over * stage;
-    if ((cluster > 1 || kAlone) && (apart * kParts >= 4 || apart == over))
-      return {apart, kMakes ? made : apart * kParts * kX, both, 1024 + both + sums};
-    return {over, kMakes ? made : over * kParts * kX, 0, 1024 + (all > sums ? all : sums)};
+    if ((cluster > 1 || kAlone) && (apart * kInStage >= 4 || apart == over))
+      return {apart, kMakes ? made : apart * kInStage * kX, both, 1024 + both + sums};
+    return {over, kMakes ? made : over * kInStage * kX, 0, 1024 + (all > sums ? all : sums)};
   }
 };
 
@@ -123,7 +126,7 @@ struct Nvfp4Place {
   static constexpr int kInput = Math::kMakes ? 0 : Math::kX;                  // of a quad
   const Nvfp4Params& p;
   uint8_t* smem;
-  int rank, first, length;     // first, length: of its quads, of which a stage has kParts
+  int rank, first, length;     // first, length: of its quads, of which a stage has kInStage
   uint32_t base, full, empty;  // barriers of stages that are there, were read
   uint64_t* bars;
 
@@ -144,16 +147,18 @@ struct Nvfp4Place {
   // Bytes of the scales of 64 rows, which may be fewer than there is room for.
   __device__ __forceinline__ int scales() const { return p.mx ? 4 * kMxfp4Scales : kScales; }
   __device__ __forceinline__ int steps() const {
-    return (length + Math::kParts - 1) / Math::kParts;
+    return (length + Math::kInStage - 1) / Math::kInStage;
   }
   // Of stage s, where quads lie one behind the other.
-  __device__ __forceinline__ uint32_t x(int s) const { return base + s * Math::kParts * Math::kX; }
+  __device__ __forceinline__ uint32_t x(int s) const {
+    return base + s * Math::kInStage * Math::kX;
+  }
   __device__ __forceinline__ uint32_t w(int s) const {
     return base + (Math::kStages == 0 ? p.weights_at : Math::kStages * Math::kX) +
-           s * Math::kParts * Math::kW;
+           s * Math::kInStage * Math::kW;
   }
   __device__ __forceinline__ uint32_t w_scales(int s) const {
-    return w(s) + Math::kParts * Math::kGroups * kCodes;
+    return w(s) + Math::kInStage * Math::kGroups * kCodes;
   }
   __device__ __forceinline__ bool over() const { return p.sums_at == 0; }
   __device__ __forceinline__ uint8_t* sums() const {
@@ -165,7 +170,7 @@ struct Nvfp4Place {
     const int lane = threadIdx.x % 32;
     if (lane < stages()) {
       tile::mbar_init(bars + lane, 1);
-      tile::mbar_init(bars + kNvfp4MostStages + lane, Math::kWarps * Math::kParts);
+      tile::mbar_init(bars + kNvfp4MostStages + lane, Math::kWarps * Math::kInStage);
     }
     if (lane == 0) tile::mbar_init(sums_bar(), 1);
     tile::mbar_init_fence();
@@ -174,14 +179,14 @@ struct Nvfp4Place {
   }
   // Asks for step i of the CTA, to stage s, by one thread.
   __device__ __forceinline__ int quads_of(int i) const {
-    return Math::kParts == 1 ? 1 : min(Math::kParts, length - i * Math::kParts);
+    return Math::kInStage == 1 ? 1 : min(Math::kInStage, length - i * Math::kInStage);
   }
   __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
     const uint32_t bar = full + 8 * s;
     const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
     const int quads = quads_of(i);
     tile::mbar_arrive_expect(bar, quads * (kInput + count * (kCodes + scales())));
-    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i * Math::kParts;
+    int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i * Math::kInStage;
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
       if (g < count) {
@@ -193,12 +198,12 @@ struct Nvfp4Place {
     }
   }
   __device__ __forceinline__ void ask_x(const CUtensorMap* map, int row0, int i, int s) const {
-    static_assert(Math::kGroups == 1 || Math::kParts == 1);
+    static_assert(Math::kGroups == 1 || Math::kInStage == 1);
     if constexpr (!Math::kMakes) {
       const uint32_t bar = full + 8 * s;
-      const int k = (first + i * Math::kParts) * kNvfp4Quad, halves = 2 * quads_of(i);
+      const int k = (first + i * Math::kInStage) * kNvfp4Quad, halves = 2 * quads_of(i);
 #pragma unroll
-      for (int h = 0; h < 2 * Math::kParts; ++h)
+      for (int h = 0; h < 2 * Math::kInStage; ++h)
         if (h < halves) tile::tma_load(x(s) + h * (Math::kX / 2), map, bar, k + 64 * h, row0);
     }
   }
@@ -209,6 +214,7 @@ struct Nvfp4Place {
   // And for the rest. early: what wrote x is to be waited for.
   __device__ __forceinline__ void ask_all(const CUtensorMap* map, const DecodeRows& rows,
                                           int tile_n, bool early) const {
+    const int row0 = p.experts == nullptr ? rows.first : rows.first / p.places.each;
     ask_stages(
         p.stages, steps(), empty,
         [&](int i, int s) {
@@ -217,7 +223,7 @@ struct Nvfp4Place {
         [&] {
           if (!Math::kMakes && early) tile::await_predecessors();
         },
-        [&](int i, int s) { ask_x(map, rows.first, i, s); });
+        [&](int i, int s) { ask_x(map, row0, i, s); });
   }
 };
 
@@ -417,23 +423,24 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     constexpr bool kMx = of_mx.value;
     // NOTE: worked out here, once.
     const auto lane_at = [](uint32_t v) { return static_cast<uint32_t>(tile::opaque(v)); };
-    const uint32_t codes = lane_at(at.w(0) + part * at.kCodes + own * kNvfp4Codes + lane * 16);
+    const int inside = Math::kInStage == 1 ? 0 : part;  // of a stage
+    const uint32_t codes = lane_at(at.w(0) + (inside * 4 + own) * kNvfp4Codes + lane * 16);
     constexpr int kScales = kMx ? kMxfp4Scales : kNvfp4Scales;
     const uint32_t scales =
-        lane_at(at.w_scales(0) + (part * 4 + own) * kScales + lane / 4 * (kScales / 8));
+        lane_at(at.w_scales(0) + (inside * 4 + own) * kScales + lane / 4 * (kScales / 8));
     uint32_t x[2] = {at.base, 0};
     if constexpr (Math::kAlone) {
 #pragma unroll
       for (int q = 0; q < 2; ++q)
         x[q] = lane_at(at.base + tile::swizzle128(lane % 8, q * 4 + lane / 8));
     }
-    int s = 0, phase = 0;
+    int s = part - inside, phase = 0;
 #pragma unroll 1
     for (int i = part; i < at.length; i += Math::kParts) {
       tile::mbar_wait(at.full + 8 * s, phase);
-      const uint32_t off = s * (Math::kParts * Math::kW);
+      const uint32_t off = s * (Math::kInStage * Math::kW);
       const QuadPlace quad{codes + off, scales + off,
-                           (Math::kMakes ? i : s * Math::kParts + part) * Math::kX};
+                           (Math::kMakes ? i : s * Math::kInStage + inside) * Math::kX};
       if constexpr (Math::kAlone) {
         multiply_alone<Math, kMx>(d, quad, x);
       } else {
@@ -441,7 +448,8 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
       }
       __syncwarp();
       if (tile::elect_one()) tile::mbar_arrive(at.bars + kNvfp4MostStages + s);
-      if (++s == p.stages) s = 0, phase ^= 1;
+      s += Math::kParts / Math::kInStage;
+      if (s >= p.stages) s -= p.stages, phase ^= 1;
     }
   };
   if (!Math::kHalf && p.mx) {

@@ -19,7 +19,7 @@ template <int kColumns, int kTileGroups, bool kIsHalf>
 struct Nvfp4Many {
   using Operand = Nvfp4Operand<kIsHalf>;
   static constexpr bool kHalf = kIsHalf, kMakes = false;
-  static constexpr int kCols = kColumns, kGroups = kTileGroups, kParts = 1;
+  static constexpr int kCols = kColumns, kGroups = kTileGroups, kParts = 1, kInStage = 1;
   static constexpr int kFloats = kCols / 2, kWarps = 4 * kGroups;
   static constexpr int kMath = 32 * kWarps, kThreads = kMath + 128;
   // Batches of products, of 32 of k, that are under way, the one that is made included.

@@ -460,8 +460,7 @@ Status check(const Nvfp4QuantizeArgs& a, bool parts) {
   for (const Nvfp4Side* side : {&a.row, &a.col})
     if (is_wanted(*side) && side->scale == nullptr) return Status::bad_argument;
   if (!is_wanted(a.row) && !is_wanted(a.col)) return Status::bad_argument;
-  if (x.col_stride != 1 || (a.tries != Nvfp4Tries::none && (a.row.by_32 || a.col.by_32)))
-    return Status::unsupported;
+  if (x.col_stride != 1) return Status::unsupported;
   // Columns of parts lie as x does.
   const bool lies = a.col.scales == nullptr || a.col.k_first;
   return !parts || !is_wanted(a.col) || (lies && !a.col.scale_rows) ? Status::ok
@@ -523,8 +522,8 @@ Status run(const Nvfp4QuantizeArgs& a, int64_t count, Nvfp4Parts* parts, const v
         status =
             launch_early(tried ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
       } else {
-        status = launch_early(by_32   ? nvfp4_quantize_parts<false, true>
-                              : tried ? nvfp4_quantize_parts<true, false>
+        status = launch_early(tried   ? nvfp4_quantize_parts<true, true>
+                              : by_32 ? nvfp4_quantize_parts<false, true>
                                       : nvfp4_quantize_parts<false, false>,
                               at, q, *parts);
       }

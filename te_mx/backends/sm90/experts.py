@@ -113,6 +113,8 @@ class HopperExperts(ExpertsKernel):
     name, invariant = "sm90_tiles", True
 
     def accepts(self, problem: Problem) -> str | None:
+        if not problem.lhs:
+            return "quantizes tokens"
         reason = why_not_sorted(problem, SM90_NVFP4.name)
         invariant = problem.precision == INVARIANT
         spread = BY_ROWS if invariant else problem.spread

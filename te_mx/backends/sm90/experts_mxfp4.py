@@ -1,5 +1,5 @@
-"""Mixtures on the one copy of MXFP4 experts on Hopper (layouts/nvfp4.py), for any number of tokens:
-slots are sorted by expert, and each product is one of groups of rows (nvfp4.py)."""
+"""Mixtures on the one copy of MXFP4 and NVFP4 experts on Hopper (layouts/nvfp4.py), for any number
+of tokens: slots are sorted by expert, and each product is one of groups of rows (nvfp4.py)."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from te_mx.backends.sm90.experts import MOST_EXPERTS, Sorted, put_back, sort_slo
 from te_mx.backends.sm90.layouts import SM90_NVFP4
 from te_mx.backends.sm90.layouts.nvfp4 import MXFP4
 from te_mx.backends.sm90.moe import HopperMoeCombine
-from te_mx.backends.sm90.nvfp4 import GATED, QUANTIZED, FrozenProducts
+from te_mx.backends.sm90.nvfp4 import GATED, PRODUCT, QUANTIZED, FrozenProducts, Product
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import ActStep, Target
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.linear import FrozenCall, Gate
-from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm
+from te_mx.dispatch.moe import Experts, ExpertsKernel, RoutedGemm, in_halves
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
@@ -53,7 +53,8 @@ def _product(
         weight.groups, dtype=x.dtype, rule=rule,
     )  # fmt: skip
     call = FrozenCall(x, weight, bias, dtype, ends, None, gate)
-    made = FrozenProducts(problem).of_rows(call, places, experts, rows // max(len(x), 1))
+    each = rows // max(len(x), 1)
+    made = FrozenProducts(problem).of_rows(call, places, experts, each, stands=not gathers)
     if made is None:
         raise RuntimeError(f"te_mx internal error: {tuple(x.shape)} times {weight.groups} experts")
     return made[0]
@@ -65,20 +66,21 @@ class Mxfp4Experts(ExpertsKernel):
     name, rank = QUANTIZED, 1
 
     def accepts(self, problem: Problem) -> str | None:
-        return _why_not(problem)
+        return _why_not(problem) if problem.lhs else "quantizes tokens"
 
     def run(self, what: Experts) -> Tensor:
         first, second, top_k, dtype = what.first, what.second, what.ids.shape[1], what.x.dtype
         how: Any = {"fmt": what.format, "rule": what.rule}
         ids, fused = what.ids.reshape(-1).contiguous(), what.act.base in GATED
-        fused = fused and dtype != torch.float32 and second.k % 8 == 0 and what.format != MXFP4
+        fused = fused and dtype != torch.float32 and what.format not in ("", MXFP4)
+        fused = fused and second.k % 8 == 0
         # Where slots hardly share any expert, each is a group of its own.
         slots: Sorted | Tensor = ids
-        if not fused or what.expert_map is not None or 4 * len(ids) > first.groups:
+        alone = (fused or not what.format) and what.expert_map is None
+        if not alone or 4 * len(ids) > first.groups:
             slots = sort_slots(ids, first.groups, top_k, what.expert_map)
         h = _product(what.x, first, slots, what.biases[0], dtype, gathers=True, **how)
-        if what.in_pairs:
-            h = h.view(len(h), -1, 2).transpose(1, 2).reshape(h.shape)
+        h = in_halves(h, what.in_pairs)
         values, up = h.chunk(2, 1)
         if fused:
             how["gate"] = Gate(up, what.act.base)
@@ -91,6 +93,22 @@ class Mxfp4Experts(ExpertsKernel):
         if out is None:
             raise RuntimeError(f"te_mx internal error: {len(y)} slots, {top_k} a token")
         return out
+
+
+class WeightOnlyExperts(Mxfp4Experts):
+    """The same of tokens as they are."""
+
+    name = PRODUCT
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = Product().accepts(problem)
+        if reason is None and spec_of(problem.rhs).layout is not SM90_NVFP4:
+            reason = f"takes weights in the layout {SM90_NVFP4.name}"
+        if reason is None and problem.dtype == torch.float16 and problem.rhs.startswith(MXFP4):
+            reason = f"takes bfloat16 with {MXFP4}"
+        if reason is None and problem.groups > MOST_EXPERTS:
+            reason = f"sorts by at most {MOST_EXPERTS} experts, this has {problem.groups}"
+        return reason
 
 
 class Mxfp4Routed(Kernel):
@@ -114,4 +132,5 @@ class Mxfp4Routed(Kernel):
 
 
 register(Mxfp4Experts())
+register(WeightOnlyExperts())
 register(Mxfp4Routed())

@@ -86,13 +86,14 @@ class FrozenProducts(_Sized):
         return self.of_rows(call, None)
 
     def of_rows(
-        self, call: FrozenCall, places: Tensor | None, experts: Tensor | None = None, each: int = 1
-    ) -> tuple[Tensor, str] | None:
+        self, call: FrozenCall, places: Tensor | None, experts: Tensor | None = None, each: int = 1,
+        stands: bool = False,
+    ) -> tuple[Tensor, str] | None:  # fmt: skip
         """places: row r of the product is row places[r] of x [.., k], of those that are quantized
-        in 16 bits here. experts: likewise, it is row r / each, and has the weights of experts[r],
-        int32, which with a gate the product before has read."""
+        in 16 bits here. experts: it is row r / each, and has the weights of experts[r], int32;
+        stands: which the product before has read."""
         x, weight, bias, out_dtype, offs, act, gate = call
-        if not (gate is places is experts is None or self.nbytes):
+        if not (gate is places is None or self.nbytes):
             return None
         m, n, k = self.sizes
         x_MK = x.reshape(-1, k)
@@ -119,7 +120,7 @@ class FrozenProducts(_Sized):
             offs = grouped.offs_on_device(offs, x.device)
             args.groups = grouped.groups_of(offs, 0, m)
         if experts is not None:
-            args.experts, args.each, args.stands = experts.data_ptr(), each, gate is not None
+            args.experts, args.each, args.stands = experts.data_ptr(), each, stands
             args.groups_count = self.groups
         if act is not None:
             args.activates, args.act = True, ACT_IDS[act]
@@ -529,9 +530,6 @@ class HopperNvfp4(Kernel):
         if reason is None and len(set(map(is_tall, specs))) > 1:
             reason = "takes blocks of one shape for both directions"
         rule = split_rule(problem.rule)[0]
-        turns = [one.size for one in (spec_of(spec).format.transform for spec in specs) if one]
-        if reason is None and 32 in turns and rule != "te":
-            reason = "transforms 32 elements by the rule te"
         if reason is None and rule not in _TRIES:
             reason = f"knows the scale rules of Transformer Engine, not {problem.rule}"
         wrong = problem.lhs.endswith("cols") or problem.rhs.endswith(VALUES[0])

@@ -18,14 +18,28 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 
+VALUES = "sm90_bf16", "sm90_bf16_cols"  # codes times block scales, as Hopper quantizes NVFP4
 GROUP, _GROUP = 8, 4  # tiles of rows that share columns of b in L2; with tiles by descriptors
 _FLAGS = "BIAS", "AUX", "GELU", "DGELU", "ERF", "ACCUMULATE"
 _FACTORS = "as_row", "as_k", "bs_row", "bs_k", "A_HEIGHT", "B_HEIGHT"
 _ENDS = 16, 128  # rows and columns a program adds up the parts of
 
 
+def read(operand: Operand | Stack) -> tuple[Tensor, Tensor]:
+    """Codes, or values in bf16, and scales, as kernels read them."""
+    codes = operand.codes
+    return codes.view(torch.bfloat16) if is_values(operand) else codes, operand.scales
+
+
+def is_values(operand: Operand | Stack) -> bool:
+    """Whether it has no codes, but what these stand for without tensor scales."""
+    return operand.layout.name in VALUES
+
+
 def dtype_of(operand: Operand | Stack, decoded: str) -> Any:
     """The element as multiply_mx or multiply_blockwise know it."""
+    if is_values(operand):
+        return "bf16"
     element, scale = operand.format.element, operand.format.scaling.scale
     if scale != "fp32" or decoded:
         return element.name
@@ -44,7 +58,9 @@ def _is_loose(operand: Operand | Stack) -> bool:
 def strides(operand: Operand | Stack) -> tuple[int, ...]:
     """How far apart rows and k lie, of codes (bytes) and of scales."""
     step = -1 if operand.layout.k_first else 1
-    return operand.codes.stride()[-2:][::step] + operand.scales.stride()[-2:][::step]
+    codes, scales = read(operand)
+    of_scales = (0, 0) if is_values(operand) else scales.stride()[-2:][::step]
+    return codes.stride()[-2:][::step] + of_scales
 
 
 def multiplied(lhs: Operand | Stack, rhs: Operand | Stack, rows: int) -> dict[str, Any]:

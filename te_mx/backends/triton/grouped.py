@@ -40,7 +40,7 @@ class TritonGemmRows(Kernel):
     op, name, rank = "gemm_rows", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
-        return gemm.why_not_pair(problem) or _why_not_ends(problem)
+        return gemm.why_not_pair(problem, *gemm.VALUES) or _why_not_ends(problem)
 
     def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
         return PreferredLayouts("rows", "grouped_cols")
@@ -53,8 +53,8 @@ class TritonGemmRows(Kernel):
         out = p.out.contiguous().zero_()
         bias = out if p.bias is None else p.bias.contiguous()
         binding.kernels("grouped").gemm_rows[(slots * cdiv(n, words["BN"]),)](
-            p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, bias, starts, ends,
-            len(ends), slots * words["BM"], n, p.lhs.k, b_group=p.rhs.codes.stride(0),
+            *gemm.read(p.lhs), *gemm.read(p.rhs), out, bias, starts, ends,
+            len(ends), slots * words["BM"], n, p.lhs.k, b_group=gemm.read(p.rhs)[0].stride(0),
             bs_group=p.rhs.scales.stride(0), **words, BIAS=p.bias is not None, GROUP=GROUP,
             MOST=_power(len(ends)), **wholes(p.lhs, p.rhs),
         )  # fmt: skip
@@ -67,7 +67,8 @@ class TritonGemmK(Kernel):
     op, name, rank = "gemm_k", NAME, RANK
 
     def accepts(self, problem: Problem) -> str | None:
-        return gemm.why_not_pair(problem, "grouped_cols") or _why_not_ends(problem)
+        layouts = "grouped_cols", *gemm.VALUES
+        return gemm.why_not_pair(problem, *layouts) or _why_not_ends(problem)
 
     def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
         return PreferredLayouts("rows", "grouped_cols")
@@ -78,7 +79,7 @@ class TritonGemmK(Kernel):
         words = gemm.multiplied(p.lhs, p.rhs, m) | {"EVEN": False}
         out = p.out.contiguous()
         binding.kernels("grouped").gemm_k[cdiv(m, words["BM"]) * cdiv(n, words["BN"]), groups](
-            p.lhs.codes, p.lhs.scales, p.rhs.codes, p.rhs.scales, out, starts, ends, m, n, **words,
+            *gemm.read(p.lhs), *gemm.read(p.rhs), out, starts, ends, m, n, **words,
             ACCUMULATE=p.accumulate, BLOCK=p.lhs.format.block, GROUP=GROUP,
             **wholes(p.lhs, p.rhs),
         )  # fmt: skip

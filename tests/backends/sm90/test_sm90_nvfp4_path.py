@@ -10,6 +10,9 @@ import torch
 import te_mx
 from te_mx import formats
 from te_mx._ops import quantize_2d
+from te_mx.backends.triton import binding as triton
+from te_mx.dispatch.problem import Place, Problem
+from te_mx.dispatch.registry import planned_problem
 from te_mx.dispatch.run import convert, dequantize
 from te_mx.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 
@@ -69,6 +72,21 @@ def test_frozen_weights_and_quantized_inputs(inputs, precision):
             ran = te_mx.audit(layer)["(root)"].fprop
             assert ran == ("fp8" if precision == "fp8" else "sm90_nvfp4")
     torch.testing.assert_close(made, expected, rtol=2**-7, atol=1e-3)
+
+
+def test_groups_whose_ends_the_device_knows_are_multiplied_by_triton(monkeypatch):
+    """Chosen as ops choose; Triton need not be here."""
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    place, values = Place("cuda", 0), "nvfp4@sm90_bf16"
+    with as_on_hopper.hopper():
+        for op, lhs, rhs in (
+            ("gemm_rows", values, "nvfp4_16x16@sm90_bf16"),
+            ("gemm_rows", "mxfp8_e4m3@rows", "nvfp4@rows"),
+            ("gemm_k", f"{values}_cols", "nvfp4@grouped_cols"),
+        ):
+            problem = Problem(op, place, lhs, rhs, 50, 40, 70, 4, ends="device", dtype=BF16)
+            assert planned_problem(problem)[0].name == "triton"
+            assert planned_problem(problem._replace(ends="host"))[0].name == "sm90_nvfp4"
 
 
 def test_inputs_wait_as_codes():

@@ -13,6 +13,7 @@ import torch
 sys.path.append(str(Path(sys.prefix, "aside_triton")))
 
 import te_mx
+from te_mx.backends.sm90.layouts.nvfp4 import SM90_VALUES
 from te_mx.backends.triton import gemm as _gemm  # noqa: F401  (kernels are registered)
 from te_mx.conformance import cases
 from te_mx.dispatch.calls import (
@@ -152,7 +153,22 @@ def test_groups():
             w = QuantizeWeights(torch.randn(3, n, k), f"{weights}@rows", f"{weights}@cols", rule)
             stacks = reference("quantize_weights").run(w)
             bias = torch.randn(3, n)
-            for tokens, stack in ((made[0].row, stacks[0]), (made[1].row, stacks[1])):
+            pairs = [(made[0].row, stacks[0]), (made[1].row, stacks[1])]
+            sides = [(made[1].col, made[0].col)]
+            if fmt == "nvfp4":  # as Hopper's quantizers write what is multiplied at once
+                rows_of, cols_of = (f"{{}}@{one.name}" for one in SM90_VALUES)
+                given = [
+                    reference("quantize_grouped").run(one._replace(
+                        row=rows_of.format(fmt), col=cols_of.format(fmt + across), col_sum=False
+                    ))
+                    for one in asked
+                ]  # fmt: skip
+                held = reference("quantize_weights").run(
+                    w._replace(row=rows_of.format(weights), col=cols_of.format(weights))
+                )
+                pairs += [(given[0].row, held[0]), (given[1].row, held[1])]
+                sides += [(given[1].col, made[0].col), (given[1].col, given[0].col)]
+            for tokens, stack in pairs:
                 both = []
                 for kernel in (triton_of("gemm_rows"), reference("gemm_rows")):
                     out = torch.full((rows, stack.rows), 7.0)
@@ -160,12 +176,13 @@ def test_groups():
                     kernel.run(GroupedRows(tokens, stack, groups, more, out, Mode()))
                     both.append(out)
                 assert torch.allclose(*both, rtol=1e-5, atol=1e-5), fmt
-            both = []
-            for kernel in (triton_of("gemm_k"), reference("gemm_k")):
-                out = torch.ones(3, n, k)
-                kernel.run(GroupedK(made[1].col, made[0].col, groups, out, True, Mode()))
-                both.append(out)
-            assert torch.allclose(*both, rtol=1e-5, atol=1e-5), fmt
+            for lhs, rhs in sides:
+                both = []
+                for kernel in (triton_of("gemm_k"), reference("gemm_k")):
+                    out = torch.ones(3, n, k)
+                    kernel.run(GroupedK(lhs, rhs, groups, out, True, Mode()))
+                    both.append(out)
+                assert torch.allclose(*both, rtol=1e-5, atol=1e-5), fmt
 
 
 def test_modules():

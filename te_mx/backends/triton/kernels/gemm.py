@@ -118,10 +118,10 @@ def multiply_mx(
     DECODED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements; LOOSE:
-    those of 4 bits lie one a byte. Scales of blocks of 32 are E8M0, of 16 E4M3. DECODED:
-    "bf16", in which values that kernels make are exact, "fp32" in the interpreter, or "". EVEN:
-    all rows are there, and k ends where a step does."""
+    """fp32 sums [BM, BN] of rows r of a and rows c of b, by their strides. A, B: elements, or
+    "bf16" of values, which have no scales; LOOSE: those of 4 bits lie one a byte. Scales of blocks
+    of 32 are E8M0, of 16 E4M3. DECODED: "bf16", in which values that kernels make are exact, "fp32"
+    in the interpreter, or "". EVEN: all rows are there, and k ends where a step does."""
     if DECODED == "":
         a, b = _of_fp8(a, A), _of_fp8(b, B)
     A_PACK: tl.constexpr = 2 if A == "e2m1" and not A_LOOSE else 1
@@ -141,7 +141,10 @@ def multiply_mx(
     for step in range(0, tl.cdiv(k, BK)):
         if EVEN:
             left, right = tl.load(a_at), tl.load(b_at)
-            left_scales, right_scales = tl.load(as_at), tl.load(bs_at)
+            if A != "bf16":
+                left_scales = tl.load(as_at)
+            if B != "bf16":
+                right_scales = tl.load(bs_at)
         else:
             left = tl.load(
                 a_at, mask=(r < m)[:, None] & (ka < a_width - step * (BK // A_PACK))[None, :],
@@ -151,19 +154,25 @@ def multiply_mx(
                 b_at, mask=(c < n)[:, None] & (kb < b_width - step * (BK // B_PACK))[None, :],
                 other=0.0,
             )
-            left_scales = tl.load(
-                as_at, mask=(r < m)[:, None] & (kas < a_blocks - step * (BK // A_BLOCK))[None, :],
-                other=0,
-            )
-            right_scales = tl.load(
-                bs_at, mask=(c < n)[:, None] & (kbs < b_blocks - step * (BK // B_BLOCK))[None, :],
-                other=0,
-            )
+            if A != "bf16":
+                left_scales = tl.load(
+                    as_at,
+                    mask=(r < m)[:, None] & (kas < a_blocks - step * (BK // A_BLOCK))[None, :],
+                    other=0,
+                )
+            if B != "bf16":
+                right_scales = tl.load(
+                    bs_at,
+                    mask=(c < n)[:, None] & (kbs < b_blocks - step * (BK // B_BLOCK))[None, :],
+                    other=0,
+                )
         if DECODED != "":
-            left = values(left, left_scales, A, A_PACK == 2, A_BLOCK, BM, BK)
-            right = values(right, right_scales, B, B_PACK == 2, B_BLOCK, BN, BK)
-            if DECODED == "bf16":
-                left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
+            if A != "bf16":
+                left = values(left, left_scales, A, A_PACK == 2, A_BLOCK, BM, BK)
+            if B != "bf16":
+                right = values(right, right_scales, B, B_PACK == 2, B_BLOCK, BN, BK)
+            to: tl.constexpr = tl.bfloat16 if DECODED == "bf16" else tl.float32
+            left, right = left.to(to), right.to(to)
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
         else:
             if A_LOOSE:
