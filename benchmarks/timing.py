@@ -5,7 +5,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -76,19 +76,34 @@ def _repeat(call: Call, index: Iterator[int], times: int) -> None:
         call(next(index))
 
 
+def beside(peer: str, name: str) -> str:
+    """What `Times` calls the rounds of a peer that ran right before those of a call."""
+    return f"{peer} before {name}"
+
+
 def interleaved(
-    calls: dict[str, Call], effort: Effort, warm_up: int = 3, clock: Clock = WALL
-) -> Times:
-    """Time the calls in turns, in a new order every round."""
+    calls: dict[str, Call], effort: Effort, warm_up: int = 3, clock: Clock = WALL,
+    peers: Mapping[str, str] | None = None,
+) -> Times:  # fmt: skip
+    """Time the calls in turns, in a new order every round; those with a peer right behind it, as
+    what takes longest is not the same from one part of a round to the next (`beside`)."""
     batches = {}
     for name, call in calls.items():
         for i in range(warm_up):
             call(i)
         once = clock.seconds(partial(call, 0))
         batches[name] = max(1, math.ceil(effort.min_batch_ms / 1e3 / max(once, 1e-7)))
+    peers = peers or {}
     rounds: dict[str, list[float]] = {name: [] for name in calls}
+    rounds |= {beside(peer, name): [] for name, peer in peers.items()}
     indices = {name: count() for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
+
+    def timed(name: str) -> float:
+        repeat = partial(_repeat, calls[name], indices[name])
+        repeat(clock.lead_in)
+        return clock.seconds(partial(repeat, batches[name])) / batches[name]
+
     began = time.perf_counter()
     gc.collect()
     gc.disable()
@@ -98,10 +113,9 @@ def interleaved(
                 break
             shuffle(order)
             for name in order:
-                repeat = partial(_repeat, calls[name], indices[name])
-                repeat(clock.lead_in)
-                seconds = clock.seconds(partial(repeat, batches[name]))
-                rounds[name].append(seconds / batches[name])
+                if name in peers:
+                    rounds[beside(peers[name], name)].append(timed(peers[name]))
+                rounds[name].append(timed(name))
     finally:
         gc.enable()
     return Times(rounds)

@@ -135,7 +135,7 @@ def overwrites(parameter: Tensor, task: int) -> bool:
     """Whether a gradient that the backward pass `task` made overwrites main_grad."""
     if _starts and _waiting(parameter) is not None:
         return True
-    if not getattr(parameter, "overwrite_main_grad", False):
+    if not parameter.__dict__.get("overwrite_main_grad"):  # a look-up in vain takes long
         return False
     return task == -1 or _begun.get(parameter) != task
 
@@ -219,11 +219,12 @@ class WeightGradient:
             return None
         if self.fuse:
             self._main_grads(use)  # what is wrong with them is said before anything runs
-        if self.queue is not None:
-            versions = Versions(wgrad.reads) if wgrad.reads else None
-            self.queue.append(partial(self._finish, wgrad, dtype, versions, use))
-        else:
+        if self.queue is None:
             self._fuse(wgrad, use)
+        elif wgrad.reads or len(self.parameters) > 1:
+            self.queue.append(partial(self._finish, wgrad, dtype, Versions(wgrad.reads), use))
+        else:  # nothing that autograd would record
+            self.queue.append(partial(self._put, wgrad, dtype, use))
         made = self._stand_in() if self.fuse else None
         return self._zeros(use, dtype) if made is None else made
 
@@ -245,7 +246,7 @@ class WeightGradient:
         parameter = self.parameters[0]
         if not into.accumulate:
             has_begun(parameter, use.task)
-        made = self._stand_in() if hasattr(parameter, "grad_added_to_main_grad") else None
+        made = self._stand_in() if "grad_added_to_main_grad" in parameter.__dict__ else None
         return self._zeros(use, parameter.dtype) if made is None and use.captured else made
 
     def _use(self, node: Any = None) -> Use:
@@ -256,17 +257,11 @@ class WeightGradient:
             found = _reached(self.parameters)
             return Use(task, tuple(one[0] for one in found), any(one[1] for one in found))
         wanted, captured = _runs(node)
-        return Use(task, (wanted,), captured)
+        return Use._make((task, (wanted,), captured))
 
-    def _finish(
-        self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions | None, use: Use
-    ) -> None:
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
         """The delayed GEMM, and what autograd would have done with its result."""
-        if versions is None and len(self.parameters) == 1:  # nothing that autograd would record
-            self._put(wgrad, dtype, use)
-            return
-        if versions is not None:
-            versions.check(self.label)
+        versions.check(self.label)
         with torch.no_grad():
             self._put(wgrad, dtype, use)
 
@@ -274,7 +269,7 @@ class WeightGradient:
         if self.fuse:
             self._fuse(wgrad, use)
             return
-        dw_NK = wgrad(None, dtype, False)
+        dw_NK = wgrad.run(None, dtype, False)
         parts = [dw_NK] if len(self.parameters) == 1 else [p.clone() for p in self._parts(dw_NK)]
         for parameter, dw, wanted in zip(self.parameters, parts, use.wanted, strict=True):
             grad = parameter.grad

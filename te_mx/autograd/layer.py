@@ -594,7 +594,8 @@ def _backward_in_one_call(
             if into[i] is not LATER or gemm != WGRAD:
                 LAST_RUN[tags[i] + gemm] = kernel
     if found is not None:
-        left = plan.saved(columns, others).inputs if LATER in into else ()
+        waits = into[0] is LATER or into[1] is LATER  # `in` would compare tensors
+        left = plan.saved(columns, others).inputs if waits else ()
         dws = [
             dw if target is None or dw is None
             else target.done(*use) if use is not None
@@ -666,11 +667,13 @@ def _in_steps(
 
 
 def linear_in_one_call(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, weights: Weights, call: Call
-) -> Tensor | None:
-    """y [..., N] of a linear layer, differentiable; None where its steps run one by one."""
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, weights: Weights, call: Call,
+    facts: Any = None,
+) -> Tensor | None:  # fmt: skip
+    """y [..., N] of a linear layer, differentiable; None where its steps run one by one. facts:
+    what stands for those of the three tensors, if known."""
     parameters = Parameters(None, None, weight_NK, bias_N)
-    one = _plan(x, parameters, weights, call)
+    one = _plan(x, parameters, weights, call, facts)
     if one is None or not has_memory(x):
         return None
     y: Tensor = _run((weights, call, one), x, None, None, weight_NK, bias_N)[0]

@@ -424,7 +424,7 @@ def linear(
                 NormStep(None, False, call.out_dtype), None, call.settings, tags=(call.tag, -1)
             )
             weights = layer.Weights((call.kept, None), (call.grad_target, None))
-            made = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how)
+            made = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how, facts)
             if made is not None:
                 return made
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]

@@ -122,6 +122,7 @@ class Calls(LinearPlan):
     names: Sequence[str]  # what te_mx.audit calls the kernels
     start: str  # the fields of `started`
     pooled = False  # whether workspaces are given back
+    wgrad_temp = 0  # bytes of the workspace of `wgrad`
 
     def __init__(
         self, native: Any, shape: Shape, form: LinearFormats, specs: Specs, dtypes: Dtypes,
@@ -299,7 +300,7 @@ class Calls(LinearPlan):
     ) -> Tensor:  # fmt: skip
         """As LinearPlan.wgrad."""
         _, n, k, *_ = self.shape
-        nbytes = self.room.backward_temp
+        nbytes = self.wgrad_temp
         if out is None:
             out = g_col.new_empty(n, k, dtype=dtype)
         else:

@@ -134,7 +134,9 @@ def names_of(name: str, keys: Sequence[str]) -> tuple[str, ...]:
 NEVER: Any = object()
 _PLAIN = frozenset((nn.Parameter, type(None)))
 # What a copy starts without.
-TRANSIENT = "_seen", "_ran", "_tag", "_call", "_delayed", "_tp_group", "_gathered_with"
+TRANSIENT = frozenset((
+    "_seen", "_ran", "_tag", "_call", "_wgrad_label", "_delayed", "_tp_group", "_gathered_with",
+))  # fmt: skip
 
 
 class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):

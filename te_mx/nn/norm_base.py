@@ -33,6 +33,7 @@ from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Mixed, Settings
 from te_mx.runtime.arguments import check_number, check_one_of
 from te_mx.weights.decode import DecodeCall
+from te_mx.weights.gradients import grad_target
 from te_mx.weights.source import Prepared
 from te_mx.weights.traced import Traced
 
@@ -75,7 +76,7 @@ class NormModule(MXModule, nn.Module):
     _linear_names: tuple[str, ...] = ("weight", "bias")  # of the parameters of each linear layer
     _size_name = "in_features"
     _act: Activation | None = None  # between two layers
-    _call: Any = ()  # what the last call was, for others like it
+    _call: Any = (), None  # what the last call was made of, and itself, for others like it
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
     return_bias: bool
@@ -136,15 +137,8 @@ class NormModule(MXModule, nn.Module):
 
     # --------------------------------------------------------------------------- running a forward
     def _step(self, inp: Tensor) -> NormStep:
-        kind, dtype = self.normalization, output_dtype(inp)
-        key = "step", kind, self.eps, self.zero_centered_gamma, dtype
-        step: NormStep | None = None if is_tracing() else _known.get(key)
-        if step is None:
-            norm = None if kind is None else Norm(kind, self.eps)
-            step = NormStep(norm, self.zero_centered_gamma, dtype)
-            if not is_tracing():
-                derive(key, step)
-        return step
+        norm = None if self.normalization is None else Norm(self.normalization, self.eps)
+        return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
 
     def _plain_norm(self, inp: Tensor) -> Tensor:
         """The normalization outside te_mx.autocast: torch's, in the dtype of the result."""
@@ -209,7 +203,7 @@ class NormModule(MXModule, nn.Module):
 
     def _tags(self) -> tuple[int, int]:
         """The first slots of both layers."""
-        tag = self._tag_now() if is_tracing() or self._tag < 0 else self._tag
+        tag = self._tag_now()
         return tag, tag + len(GEMMS) if tag >= 0 and self._act is not None else -1
 
     def _forward(self, inp: Tensor, first: bool | None) -> Any:
@@ -232,11 +226,11 @@ class NormModule(MXModule, nn.Module):
         """y, the last bias, and z at least if it is wanted."""
         source, weights = self._source, NOTHING_KEPT
         p, bias, facts = self._read(inp)
-        tags, prepared = self._tags(), source.prepared(self, inp, p, settings, first)
+        prepared = source.prepared(self, inp, p, settings, first)
         if prepared is not None:
             one, two = prepared if len(prepared) > 1 else (*prepared, Prepared(settings))
             if one.product is not None:
-                made = self._few(inp, p, (one.product, two.product), tags)
+                made = self._few(inp, p, (one.product, two.product), self._tags())
                 if made is not None:
                     return made[0], bias, made[1]
             settings, weights = one.settings, Weights((one.kept, two.kept))
@@ -245,16 +239,24 @@ class NormModule(MXModule, nn.Module):
             grad_targets: Any = [None, None]
             for i, key in enumerate(self._weight_keys):
                 parts = self._gradients_of(key, p[2 + 2 * i])
-                grad_targets[i] = source.grad_target(self, parts, first, queue)
+                # Of the transforms that the source looks for, the start of the forward asked.
+                grad_targets[i] = grad_target(self, parts, first, queue, source.owned)
             weights = Weights(weights.kept, tuple(grad_targets))
-        given = self._step(inp), self._act, settings, want_z, tags, self._tokens
-        call = self._call
-        if call[:-1] != given:
-            call = Call(*given)
-            if not is_tracing():  # checkpoints in compiled code may change nothing
-                self.__dict__["_call"] = call
-        out, z = run_layer(inp, p, weights, call, facts)
+        out, z = run_layer(inp, p, weights, self._call_of(inp, settings, want_z), facts)
         return out, bias, z
+
+    def _call_of(self, inp: Tensor, settings: Settings, want_z: bool) -> Call:
+        """What a call fixes; that of the last one where it fixed the same."""
+        given = (
+            self.normalization, self.eps, self.zero_centered_gamma, self._act, output_dtype(inp),
+            settings, want_z, self._tag_now(), self._tokens,
+        )  # fmt: skip
+        known, call = self._call
+        if known != given:
+            call = Call(self._step(inp), self._act, settings, want_z, self._tags(), self._tokens)
+            if not is_tracing():  # checkpoints in compiled code may change nothing
+                self.__dict__["_call"] = given, call
+        return call
 
     def _needs(self, inp: Tensor, p: Parameters) -> tuple[dict[str, bool], bool]:
         """Of each weight, whether what it multiplies has a gradient; whether nothing has one, so
@@ -308,10 +310,12 @@ class NormModule(MXModule, nn.Module):
         bias, key, facts = layers[-1], None, None
         if self.return_bias:
             layers[-1] = None
-        read = Parameters._make((*norms, *layers, None, None)[:6])
+        read = Parameters(*norms, *layers)
         if type(inp) is Tensor and not (is_tracing() or inp.is_nested):
-            no_norm = self.normalization is None
-            key = "usual", inp.layout, facts_of(inp, *read), size, no_norm, shapes
+            key = (
+                "usual", size, self.normalization is None, shapes, inp.layout,
+                facts_of(inp, *norms, *layers),
+            )  # fmt: skip
             facts = _known.get(key)
         if facts is None:
             wanted: list[Any] = [None if self.normalization is None else (size,)]

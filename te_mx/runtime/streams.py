@@ -6,6 +6,7 @@ captured only records the writing."""
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,18 +25,26 @@ def _stream(index: int) -> int:
 stream: Callable[[int], int] = raw_stream or _stream
 
 
+@cache
+def _index(device: torch.device) -> int | None:
+    """The index of a CUDA device, None of others, of which torch writes the type anew each time."""
+    return device.index if device.type == "cuda" else None
+
+
 def current(device: torch.device) -> int:
     """The current stream of a device as a number; 0 where there are none."""
-    return stream(device.index) if device.type == "cuda" else 0
+    index = _index(device)
+    return 0 if index is None else stream(index)
 
 
 def capturing(device: torch.device) -> bool:
     """Whether the current stream of the device records into a CUDA graph."""
-    if device.type != "cuda":
+    index = _index(device)
+    if index is None:
         return False
     if capture_number is not None:  # the short way
-        return capture_number(stream(device.index)) != 0
-    if device.index == torch.cuda.current_device():
+        return capture_number(stream(index)) != 0
+    if index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

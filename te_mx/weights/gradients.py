@@ -70,7 +70,9 @@ def grad_target(
     if fuse and first is True:
         own: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
         starts = _started(own, again)
-    label = Label(layer)
+    label = layer.__dict__.get("_wgrad_label")
+    if label is None:
+        label = layer.__dict__["_wgrad_label"] = Label(layer)
     if owners:
         return OwnedGradient(parameters, owners, label, fuse, starts, queue)
     if running_ddp() is not None:

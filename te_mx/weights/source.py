@@ -159,7 +159,7 @@ class WeightSource:
             grad_target = gradients.grad_target(layer, parts, first, None, self.owned)
         save_x = layer.save_original_input or (layer.keeps_given_input and not tracing)
         tokens, lent = layer._tokens, self.lent
-        call = Call(settings, output_dtype(x), tag, kept, save_x, grad_target, tokens, lent)
+        call = Call._make((settings, output_dtype(x), tag, kept, save_x, grad_target, tokens, lent))
         return linear(x, weight if lent is None else lent.parameter, bias, call, facts)
 
     def grouped(

@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -63,10 +64,13 @@ def counted(step: Callable[[], None]) -> Counter[str]:
     return found
 
 
-def linear(**fields: Any) -> te_mx.Linear:
-    layer = te_mx.Linear(SIZE, SIZE, bias=False, dtype=BF16, **fields)
+def linear(kind: Any = te_mx.Linear, **fields: Any) -> Any:
+    layer = kind(SIZE, SIZE, bias=False, dtype=BF16, **fields)
     layer.weight.main_grad = torch.zeros(SIZE, SIZE)
     return layer
+
+
+layer_norm_linear = partial(linear, te_mx.LayerNormLinear)
 
 
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], Any, bool | None, int]] = {
@@ -74,19 +78,25 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], Any, bool | None, int]] = 
     "recipe by name": (linear, "mxfp8", None, 35),
     "recipe object": (linear, te_mx.recipe.Float8BlockScaling(), None, 36),
     "micro-batch": (linear, None, False, 39),
-    "mxfp4": (linear, "mxfp4", None, 41),
-    "mxfp4_all": (linear, "mxfp4_all", None, 44),
-    "main_grad": (lambda: linear(fuse_wgrad_accumulation=True), None, None, 47),
-    "delayed": (lambda: linear(delay_wgrad_compute=True), None, None, 54),
-    "LayerNormLinear": (
-        lambda: te_mx.LayerNormLinear(SIZE, SIZE, bias=False, dtype=BF16), None, None, 46,
+    "mxfp4": (linear, "mxfp4", None, 39),
+    "mxfp4_all": (linear, "mxfp4_all", None, 42),
+    "main_grad": (lambda: linear(fuse_wgrad_accumulation=True), None, None, 46),
+    "delayed": (lambda: linear(delay_wgrad_compute=True), None, None, 51),
+    "mxfp4, main_grad": (lambda: linear(fuse_wgrad_accumulation=True), "mxfp4", None, 56),
+    "LayerNormLinear": (layer_norm_linear, None, None, 46),
+    "LayerNormLinear, main_grad": (
+        lambda: layer_norm_linear(fuse_wgrad_accumulation=True), None, None, 68,
     ),
     "LayerNormMLP": (lambda: te_mx.LayerNormMLP(SIZE, SIZE, dtype=BF16), None, None, 51),
 }  # fmt: skip
 
 
+def refuse(one: torch.Tensor, other: Any) -> None:
+    raise AssertionError("a tensor was compared, by `in` or == of a tuple that holds it")
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_calls_of_a_forward_and_backward(name):
+def test_calls_of_a_forward_and_backward(name, monkeypatch):
     make, recipe, first, most = CASES[name]
     layer = make()
     x, g = torch.randn(SIZE, SIZE, dtype=BF16, requires_grad=True), torch.randn(SIZE, SIZE).to(BF16)
@@ -102,6 +112,7 @@ def test_calls_of_a_forward_and_backward(name):
         step(True)
     for _ in range(2):  # what is looked up once
         step()
+    monkeypatch.setattr(torch.Tensor, "__eq__", refuse)  # takes as long as a hundred such calls
     found = counted(step)
     assert found.total() <= most, found.most_common()
 

@@ -86,6 +86,10 @@ class CpuCalls(Calls):
     names = binding.KERNELS
     supported = staticmethod(binding.supported)
 
+    def __init__(self, *how: Any) -> None:
+        super().__init__(*how)
+        self.wgrad_temp = self.room.backward_temp
+
     def started(self, nbytes: int, beside: Tensor) -> tuple[Any, ...]:
         return workspace.acquire(beside.device, nbytes), torch.get_num_threads()
 

@@ -81,7 +81,8 @@ class Sm90Calls(Calls):
         self.names = (kernel,)
 
     def started(self, nbytes: int, beside: Tensor) -> tuple[Any, ...]:
-        temp, index = beside.new_empty(nbytes, dtype=torch.uint8), beside.device.index
+        temp = beside.new_empty(nbytes, dtype=torch.uint8) if nbytes else None
+        index = beside.device.index
         return temp, sm90.stream(index), index
 
 
