@@ -279,9 +279,13 @@ def test_values_of_mxfp4(shape):
 
 
 @pytest.mark.parametrize("spread", [8, BY_ROWS])
+# Scales of a tile 11 octaves apart and more, all over the range, and at its end.
+@pytest.mark.parametrize("span", [None, (112, 124), (111, 124), (60, 135), (2, 9)], ids=str)
 @pytest.mark.parametrize("shape", [(128, 128), (190, 1000), (321, 33), (64, 7168)], ids=str)
-def test_mxfp4_is_unpacked_to_the_tiles_of_plain_codes(shape, spread):
+def test_mxfp4_is_unpacked_to_the_tiles_of_plain_codes(shape, span, spread):
     native, row, made = binding.native(), weight(*shape, 5, "mxfp4"), []
+    if span is not None:
+        row.scales.copy_(torch.randint(*span, row.scales.shape))
     nbytes, scales_at = native.packed_bytes(*shape)
     for one in (row, Rest().rest(row)):
         room = torch.empty(nbytes, dtype=torch.uint8, device="cuda")

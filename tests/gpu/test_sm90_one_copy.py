@@ -77,6 +77,28 @@ def test_a_graph_packs_nothing_and_reads_the_copy(fmt):
 
 
 @every
+@pytest.mark.parametrize("rows", [96, 300])
+def test_layers_behind_each_other(fmt, rows):
+    """Each reads what the one before it wrote, though it asks for its weight before."""
+    recipe, _ = CASES[fmt]
+    model = nn.ModuleList([
+        te_mx.Linear(512, 512, bias=False, params_dtype=BF16, device="cuda") for _ in range(LAYERS)
+    ])  # fmt: skip
+    te_mx.freeze_weights(model, recipe=recipe, fmt=fmt, drop_master=True)
+    x = torch.randn(rows, 512, device="cuda", dtype=BF16)
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        expected = x
+        for layer in model:
+            expected = layer(expected)
+            torch.cuda.synchronize()
+        for _ in range(3):
+            got = x
+            for layer in model:
+                got = layer(got)
+            assert torch.equal(got, expected)
+
+
+@every
 def test_the_state_dict_has_the_plain_bytes(fmt):
     """Those of the same weights frozen on the CPU, also after calls."""
     recipe, _ = CASES[fmt]

@@ -84,6 +84,23 @@ def test_packing_while_quantizing_any_input(kind, rule, fmt, dtype):
     assert_packed(col, layout.pack(parts.col_codes, parts.col_scales, fmt), 384)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("kind", [*KINDS, "channels", "student"])
+def test_few_rows_alone(kind, rule, dtype):
+    """Tiles that a cluster of eight CTAs has each, or of four."""
+    sizes = [(1, 128), (129, 328), (300, 1024)]
+    if rule == "rceil" and dtype == torch.bfloat16:
+        sizes.append((1900, 1024))
+    for rows, cols in sizes:
+        x = calls.data(rows, cols, kind, dtype)
+        x[:, cols // 2 : cols // 2 + 40] = x[:, cols // 2 : cols // 2 + 40].relu()
+        parts = plain(x, "e4m3", rule)
+        row, none, _ = calls.quantize(x, "e4m3", rule, col=None)
+        assert none is None
+        assert_packed(row, layout.pack(parts.row_codes, parts.row_scales, "e4m3"), cols)
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("span", [(0, 256), (100, 108), (120, 140), (253, 256)])
 def test_packing_takes_any_bytes(fmt, span):

@@ -69,7 +69,7 @@ enum class Layout : int32_t {
   // Of blocks of 1 x 128 whose scales are powers of two: the tiles of MX, which align them.
   aligned_tiles = 5,
   aligned_group_k = 6,
-  standing = 7,  // of 4 bits, for Hopper: sm90_nvfp4.h
+  standing = 7,  // of 4 bits, for Hopper: sm90_nvfp4.h; of 8, tiles that nobody writes any more
 };
 inline constexpr int32_t kLayouts = 8;
 

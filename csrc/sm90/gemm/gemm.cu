@@ -142,7 +142,8 @@ Status gemm(const GemmArgs& a) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
   const int config = a.execution.kernel, parts = a.execution.parts;
   const Configs configs = configs_for(a);
-  Status status = check_sides(a, Layout::tiles, Layout::tiles);
+  const bool stands = a.rhs.layout == Layout::standing && is_fp8(a.rhs.element);
+  Status status = check_sides(a, Layout::tiles, stands ? Layout::standing : Layout::tiles);
   if (status == Status::ok) status = check_epilogue(a.epilogue, n);
   if (status != Status::ok) return status;
   if (m <= 0 || n <= 0 || k <= 0 || k != a.rhs.k || m > INT32_MAX - 256 || n > INT32_MAX - 256 ||

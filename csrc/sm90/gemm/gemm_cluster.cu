@@ -21,6 +21,7 @@ Status launch_as(const GemmArgs& a, const Device& device) {
   p.rhs_scales = static_cast<const uint32_t*>(a.rhs.scales);
   p.lhs_tiles = static_cast<int>(packed_tiles(m)), p.rhs_tiles = static_cast<int>(packed_tiles(n));
   p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
+  p.rhs_stands = a.rhs.layout == Layout::standing;
   p.m_blocks = static_cast<int>((m + 127) / 128), p.n_blocks = static_cast<int>((n + 127) / 128);
   p.walk_in_groups_of(group_size(clusters, 128, 128));
   p.k = parts_of_k(p.k_steps, parts);

@@ -58,7 +58,7 @@ struct ClusterConfig : GemmConfig<BlockShape<128, 6, 1, 0>, Operands, PowerOfTwo
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kStartThreads, 1)
     gemm_cluster_kernel(const __grid_constant__ ClusterParams p,
                         const __grid_constant__ CUtensorMap lhs_map,
                         const __grid_constant__ CUtensorMap rhs_map) {
@@ -77,8 +77,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::mbar_init_fence();
   }
   __syncthreads();
-  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
   tile::let_dependents_start();
+  const int ahead = threadIdx.x < 32 ? produce_rhs<Config>(p, rhs_map, smem, 0) : 0;
+  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
   tile::await_predecessors();
   // All wait for the sums of the cluster, and for those who still read them: a CTA must not leave
   // before. NOTE: the latter relaxed, as in gemm_codes_kernel.cuh.
@@ -94,13 +95,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::registers_down<40>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      produce<Config>(p, lhs_map, rhs_map, smem, 0);
+      produce<Config>(p, lhs_map, rhs_map, smem, 0, ahead);
     } else if (warp == 1) {
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     }
     meet(), leave();
   } else {
-    tile::registers_up<232>();
+    tile::registers_up<Config::kMathRegisters>();
     consume<Config, EpilogueKind::sums>(
         p, lhs_map, smem, 0, __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
     meet();

@@ -21,6 +21,12 @@ struct BlockShape {
   // 128 rows without take half as long to compile.
   static constexpr bool kFull = kM == 64 || kM == 192;
   static constexpr int kThreads = 128 + 128 * kMath;
+  // Registers of a thread as a kernel starts, and of math warpgroups then. NOTE: of 128 rows no
+  // more than they need, so that the kernel which makes lhs of a next product starts beside this
+  // one.
+  static constexpr bool kSmall = kMath == 2 && kWaves == 1;
+  static constexpr int kStartThreads = kSmall ? 512 : kThreads;  // that would have so many
+  static constexpr int kMathRegisters = kMath == 3 ? 160 : kSmall ? 168 : 232;
   static_assert(!kFull || (kWaves == 1 && kSlots == 2),
                 "a wave of 16-bit numbers fits the staging");
 };

@@ -26,13 +26,49 @@
 
 namespace te_mx::sm90 {
 
+// For a warp, of which one lane asks: rhs of the stages that a CTA begins with, as many as are
+// returned. Of an rhs that stands, before the kernels that write lhs have ended.
+template <class Config, class Params>
+__device__ __forceinline__ int produce_rhs(const Params& p, const CUtensorMap& rhs_map,
+                                           const Smem<Config>& smem, int rank) {
+  using Schedule = ScheduleOf<Config, Params>;
+  using Promotion = typename Config::Promotion;
+  if constexpr (Schedule::kDynamic) {
+    return 0;
+  } else {
+    Schedule schedule(p, smem);
+    TileSources from;
+    if (!p.rhs_stands || !schedule.next(from, smem, Ring<Config::kStages>{}, rank)) return 0;
+    const int stages = min(from.k_steps, Config::kStages);
+    if (tile::elect_one()) {
+      const uint32_t* at = Promotion::rhs_scales(p.rhs_scales, from.rhs_tile);
+#pragma unroll 1
+      for (int s = 0; s < stages; ++s, from.k0 += 128) {
+        const uint32_t full = tile::smem_addr(smem.full(s)), ready = tile::smem_addr(smem.ready(s));
+        if constexpr (Promotion::kPrepares) {
+          tile::mbar_arrive_expect(full, Config::kScaleBytes);
+          tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+        } else {
+          tile::mbar_arrive_expect(ready, Config::kScaleBytes + Config::kCodeBytes);
+        }
+        tile::bulk_load(tile::smem_addr(smem.scales(s)) + Config::kLhsScaleBytes, at,
+                        Promotion::kRhsTileBytes, Promotion::kPrepares ? full : ready);
+        Config::Operands::load_rhs(tile::smem_addr(smem.rhs(s)), rhs_map, ready, from);
+        at += p.rhs_tiles * Promotion::kRhsTileWords;
+      }
+    }
+    __syncwarp();
+    return stages;
+  }
+}
+
 // For a warp, of which one lane asks. NOTE: how soon it does once a stage is free decides whether
 // the tensor cores wait. So addresses are worked out before, and the whole warp walks along: then
-// they stay in uniform registers.
+// they stay in uniform registers. ahead: stages whose rhs was asked for.
 template <class Config, class Params>
 __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
-                                        int rank) {
+                                        int rank, int ahead) {
   using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
   constexpr int kTile = Promotion::kLhsTileBytes;
@@ -55,10 +91,12 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
       tile::mbar_wait_asleep(full + Smem<Config>::kToEmpty, ring.phase ^ 1);
       if (leader) {
         // The scales first: they are prepared while the codes are still on their way.
-        if constexpr (Promotion::kPrepares) {
-          tile::mbar_arrive_expect(full, Config::kScaleBytes);
-        } else {
-          tile::mbar_arrive_expect(ready, Config::kScaleBytes + Config::kCodeBytes);
+        if (ahead <= 0) {
+          if constexpr (Promotion::kPrepares) {
+            tile::mbar_arrive_expect(full, Config::kScaleBytes);
+          } else {
+            tile::mbar_arrive_expect(ready, Config::kScaleBytes + Config::kCodeBytes);
+          }
         }
         if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kDynamic)) {
           tile::bulk_load(scales, at, kTile, scales_there);
@@ -67,11 +105,15 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
         } else {
           tile::bulk_load(scales, at, Config::kLhsTiles * kTile, scales_there);
         }
-        tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, Promotion::kRhsTileBytes,
-                        scales_there);
-        if constexpr (Promotion::kPrepares) tile::mbar_arrive_expect(ready, Config::kCodeBytes);
-        Config::Operands::template load<Config>(lhs, rhs, lhs_map, rhs_map, ready, from, rank);
+        if (ahead <= 0) {
+          tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, Promotion::kRhsTileBytes,
+                          scales_there);
+          if constexpr (Promotion::kPrepares) tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+        }
+        Config::Operands::template load_lhs<Config>(lhs, lhs_map, ready, from, rank);
+        if (ahead <= 0) Config::Operands::load_rhs(rhs, rhs_map, ready, from);
       }
+      --ahead;
       at += p.lhs_tiles * Promotion::kLhsTileWords;
       rhs_at += p.rhs_tiles * Promotion::kRhsTileWords;
       const bool last = ring.stage == Config::kStages - 1;
@@ -272,7 +314,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 }
 
 template <class Config, EpilogueKind kEpilogue, class Params>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kStartThreads, 1)
     gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap lhs_map,
                 const __grid_constant__ CUtensorMap rhs_map,
                 const __grid_constant__ CUtensorMap out_map,
@@ -304,14 +346,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     tile::cluster_sync();
   }
-  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
   tile::let_dependents_start();
+  const int ahead = threadIdx.x < 32 ? produce_rhs<Config>(p, rhs_map, smem, rank) : 0;
+  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
   tile::await_predecessors();
   if (threadIdx.x < 128) {
     tile::registers_down<Config::kMath == 3 ? 32 : 40>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      produce<Config>(p, lhs_map, rhs_map, smem, rank);
+      produce<Config>(p, lhs_map, rhs_map, smem, rank, ahead);
     } else if (warp < 1 + Config::kLhsTiles) {
       if constexpr (Config::Promotion::kPrepares) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -333,7 +376,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     }
   } else {
-    tile::registers_up<Config::kMath == 3 ? 160 : 232>();
+    tile::registers_up<Config::kMathRegisters>();
     consume<Config, kEpilogue>(p, out_map, smem, rank,
                                __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
   }

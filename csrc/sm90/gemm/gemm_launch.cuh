@@ -138,6 +138,7 @@ Status launch(const Kind& kind, const Device& device) {
   p.lhs_tiles = static_cast<int>(packed_tiles(m));
   p.rhs_tiles = static_cast<int>(Config::Promotion::rhs_tiles(n));
   p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
+  p.rhs_stands = a.rhs.layout == Layout::standing;
   p.m_blocks = static_cast<int>((m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((n + kN - 1) / kN);
   p.walk_in_groups_of(group_size(clusters, Config::kM, kN));

@@ -4,7 +4,8 @@
 //   kLhs, kRhs          what the tensor cores multiply
 //   kLhsBytes<kRows>    shared memory of a stage's codes of so many rows, 128 of K; kRhsBytes alike
 //   kArrive<..>         bytes of them that the copy engine brings
-//   load<Config>(...)   starts the copies of a stage; one thread calls it
+//   load_lhs<Config>(...), load_rhs(...)
+//                       start the copies of a stage; one thread calls them
 //
 // rhs is E4M3: E5M2, of more range and fewer bits, is for gradients, which are lhs. Codes of 4 bits
 // have a kernel of their own (gemm_codes_kernel.cuh).
@@ -33,16 +34,18 @@ struct ByteOperands {
 
   // To shared addresses; neighbours in a cluster send each other halves of lhs.
   template <class Config>
-  static __device__ __forceinline__ void load(uint32_t lhs, uint32_t rhs,
-                                              const CUtensorMap& lhs_map,
-                                              const CUtensorMap& rhs_map, uint32_t ready,
-                                              const TileSources& from, int rank) {
+  static __device__ __forceinline__ void load_lhs(uint32_t lhs, const CUtensorMap& lhs_map,
+                                                  uint32_t ready, const TileSources& from,
+                                                  int rank) {
     if constexpr (Config::kCluster == 1) {
       tile::tma_load(lhs, &lhs_map, ready, from.k0, from.m_row);
     } else {
       constexpr int kHalf = Config::kM / Config::kCluster;
       tile::tma_load_multicast(lhs, &lhs_map, ready, from.k0, from.m_row + rank * kHalf, 3);
     }
+  }
+  static __device__ __forceinline__ void load_rhs(uint32_t rhs, const CUtensorMap& rhs_map,
+                                                  uint32_t ready, const TileSources& from) {
     tile::tma_load(rhs, &rhs_map, ready, from.k0, from.n_row);
   }
 };

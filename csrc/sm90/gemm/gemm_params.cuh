@@ -61,6 +61,7 @@ struct GemmParams {
   const uint32_t* rhs_scales;
   int lhs_tiles, rhs_tiles;  // scale tiles of one step along K
   int k_steps;               // ceil(K / 128)
+  bool rhs_stands;           // nobody writes it: it is read while the kernels before still run
   int m_blocks, n_blocks;    // of what a cluster computes at once
   int group;                 // blocks along M that are walked together
   // By the blocks of a group, and by those of one column in it or in the last group.

@@ -200,63 +200,95 @@ __device__ __forceinline__ uint4 codes_of_words(const uint32_t (&w)[4], const ti
 }
 
 // pack_tile of MXFP4 that stands still. A warp has a quad, a thread sixteen of k of rows g and g +
-// 8, twice, so that it uses all of every word, and 8 lanes a row.
+// 8, twice, so that it uses all of every word, and 8 lanes a row. Rows past the end are zeros.
 __device__ __forceinline__ void unpack_tile(TileScales& s, const PackSide& p, const PackTask& a,
                                             int rt, int kt, int all_rows, int all_k) {
   const int lane = threadIdx.x % 32, quad = threadIdx.x / 32, block = lane % 8 / 2;
-  const int64_t steps = (a.k + 127) / 128;
-  const int64_t of_quad = 4 * ((2 * rt + quad / 4) * steps + kt) + quad % 4;
-  const bool there = quad / 4 * kNvfp4Rows < all_rows;
-  uint32_t w[2][4], e[2][2], scales[2];
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int g = lane / 8 + 4 * j;
+  const auto steps = static_cast<int>(gridDim.x);
+  uint32_t w[2][4] = {}, scales[2] = {};
+  if (quad / 4 * kNvfp4Rows < all_rows) {
+    const int64_t of_quad = 4 * ((2 * rt + quad / 4) * steps + kt) + quad % 4;
     const uint8_t* const from =
-        a.codes + of_quad * kNvfp4Codes + lane % 8 / 4 * 512 + g * 64 + lane % 4 * 4;
+        a.codes + of_quad * kNvfp4Codes + (lane % 8 / 4 * 512 + lane / 8 * 64 + lane % 4 * 4);
+    const uint8_t* const scales_at = a.scales + of_quad * kMxfp4Scales + (lane / 8 * 8 + block * 2);
 #pragma unroll
-    for (int t = 0; t < 4; ++t)
-      w[j][t] = there ? __ldcs(reinterpret_cast<const uint32_t*>(from + 16 * t)) : 0;
-    scales[j] = there ? __ldg(reinterpret_cast<const uint16_t*>(a.scales + of_quad * kMxfp4Scales +
-                                                                g * 8 + block * 2))
-                      : 0;
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+        w[j][t] = __ldcs(reinterpret_cast<const uint32_t*>(from + 256 * j + 16 * t));
+      scales[j] = __ldg(reinterpret_cast<const uint16_t*>(scales_at + 32 * j));
+    }
   }
   // NOTE: nobody writes such a weight meanwhile, but somebody may read what was unpacked before.
   tile::await_predecessors();
   tile::let_dependents_start();
-  if (threadIdx.x == 0) s.clear();
-  ScaleRange range;
+  // Of rows g and g + 8, in the halves of a word: scale bytes, and whether blocks count.
+  uint32_t bytes[2], counts[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const uint32_t all = w[j][0] | w[j][1] | w[j][2] | w[j][3];
     const uint32_t any = all | __shfl_xor_sync(~0u, all, 1);
-#pragma unroll
-    for (int high = 0; high < 2; ++high) {
-      const int row = quad * 16 + lane / 8 + 4 * j + 8 * high;
-      uint32_t& one = e[j][high];
-      one = row < all_rows ? ((scales[j] >> (8 * high) & 255) - kMxfp4Bias) & 255 : 0;
-      const bool counts = (any & (high ? 0x4C384C38u : 0x01C701C7u)) != 0;
-      if (counts && row < all_rows) one |= kCounts;
-      range.add(one);
-      if (lane % 2 == 0) s.blocks[block][row] = static_cast<uint16_t>(one);
-    }
+    counts[j] =
+        ((any & 0x01C701C7u) != 0 ? 0xFFFFu : 0) | ((any & 0x4C384C38u) != 0 ? ~0xFFFFu : 0);
+    bytes[j] = __byte_perm(scales[j], 0, 0x4140);
   }
-  s.add_range(range);
+  const uint32_t most = __vmaxu2(bytes[0] & counts[0], bytes[1] & counts[1]),
+                 least = __vminu2(bytes[0] | ~counts[0], bytes[1] | ~counts[1]),
+                 top = max(most & 0xFFFF, most >> 16), bottom = min(least & 0xFFFF, least >> 16);
+  s.add_range(top == 0 ? ScaleRange{} : ScaleRange{top - kMxfp4Bias, bottom - kMxfp4Bias});
   __syncthreads();
-  const auto [exponent, cls] = TileDecision::of<tile::Fp8::e2m1>(s, a.spread, a.spread == kByRows);
-  if (threadIdx.x < 128)
-    write_words(s, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
-                rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
-  const int rows = lane % 8 * 16 < all_k ? all_rows : 0;
-  uint8_t* const to =
-      a.out.codes + rt * int64_t{128} * p.out_ld + kt * int64_t{128} + lane % 8 * 16;
+  const ScaleRange all = s.range();
+  const int rows = lane % 8 * 16 < all_k ? all_rows : 0, row0 = quad * 16 + lane / 8;
+  const auto ld = static_cast<int>(p.out_ld);
+  uint8_t* const to = a.out.codes + (int64_t{rt * 128 + row0} * ld + (kt * 128 + lane % 8 * 16));
+  uint32_t* const words = tile_words(a.out.scales, kt, rt, p.row_tiles);
+  const bool pads = rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0;
+  // Nearly every tile: all of it shares an exponent, and tables have no subnormal numbers.
+  constexpr uint32_t kNear = 11;
+  if (a.spread != kByRows && all.high <= kFarExponent && all.high - all.low <= kNear) {
+    const uint32_t shared = all.exponent(tile::kFp4Headroom);
+    if (threadIdx.x < 128)
+      write_words(shared == 0 ? 0x00400000u : shared << 23, shared, 0, threadIdx.x, words, pads);
+    // As tile::Fp4Table(kFp4Headroom + shared - e). NOTE: of blocks that do not count, whose codes
+    // are zeros, anything but their zero.
+    const uint32_t down = shared + kMxfp4Bias + tile::kFp4Headroom - kNear,
+                   low = 0x14100800u - down * 0x08080800u, high = 0x24201C18u - down * 0x08080808u;
+    const auto table_of = [&](uint32_t byte) {
+      return tile::Fp4Table(make_uint2(low + byte * 0x08080800u, high + byte * 0x08080808u));
+    };
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint4 first = codes_of_words<false>(w[j], table_of(bytes[j] & 0xFF), 0x80808080u),
+                  second = codes_of_words<true>(w[j], table_of(bytes[j] >> 16), 0x80808080u);
+      if (row0 + 4 * j < rows) *reinterpret_cast<uint4*>(to + 4 * j * ld) = first;
+      if (row0 + 4 * j + 8 < rows) *reinterpret_cast<uint4*>(to + (4 * j + 8) * ld) = second;
+    }
+    return;
+  }
+
+  uint32_t e[2][2];
+  if (threadIdx.x == 0) s.clear();
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
-      const int row = quad * 16 + lane / 8 + 4 * j + 8 * high;
+      uint32_t& one = e[j][high];
+      one = ((bytes[j] >> 16 * high) - kMxfp4Bias) & 255;
+      if ((counts[j] >> 16 * high & 1) != 0) one |= kCounts;
+      if (lane % 2 == 0) s.blocks[block][row0 + 4 * j + 8 * high] = static_cast<uint16_t>(one);
+    }
+  }
+  __syncthreads();
+  const auto [exponent, cls] = TileDecision::of<tile::Fp8::e2m1>(s, a.spread, a.spread == kByRows);
+  if (threadIdx.x < 128) write_words(s, exponent, cls, threadIdx.x, words, pads);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const int row = 4 * j + 8 * high;
       const uint32_t one = e[j][high];
       const bool shifted = cls < 2 && (one & kCounts);
-      const uint32_t shared = cls == 0 ? exponent : shifted ? s.target[row] : 0;
+      const uint32_t shared = cls == 0 ? exponent : shifted ? s.target[row0 + row] : 0;
       const uint32_t u = shifted ? tile::kFp4Headroom + shared - (one & 0xFF) : tile::kFp4Headroom;
       // NOTE: such a weight has no NaN.
       tile::Fp4Table table(min(u, uint32_t{tile::kFp4Spread}));
@@ -265,7 +297,7 @@ __device__ __forceinline__ void unpack_tile(TileScales& s, const PackSide& p, co
       const uint32_t signs = kept ? 0x80808080u : 0;
       const uint4 v = high ? codes_of_words<true>(w[j], table, signs)
                            : codes_of_words<false>(w[j], table, signs);
-      if (row < rows) *reinterpret_cast<uint4*>(to + row * p.out_ld) = v;
+      if (row0 + row < rows) *reinterpret_cast<uint4*>(to + row * ld) = v;
     }
   }
 }
@@ -338,11 +370,12 @@ __global__ void __launch_bounds__(kPackThreads, 6)
     unpack_standing(const __grid_constant__ StandingParams p) {
   __shared__ TileScales s;
   const PackSide& side = p.side;
-  const int kt = static_cast<int>(blockIdx.x),
-            group = static_cast<int>(blockIdx.y) / side.row_tiles;
-  const int rt = static_cast<int>(blockIdx.y) - group * side.row_tiles;
+  const int kt = static_cast<int>(blockIdx.x);
+  int rt = static_cast<int>(blockIdx.y);
   PackTask a = side.a;
   if (p.groups.count > 0) {
+    const int group = rt / side.row_tiles;
+    rt -= group * side.row_tiles;
     tile::await_predecessors();
     if (!p.groups.may_have_rows(group)) return;
     a.codes += group * p.blocks * (4 * kNvfp4Codes),

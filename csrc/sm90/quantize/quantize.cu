@@ -1,6 +1,7 @@
 // Entry points of quantize: one matrix, and two at a time; host code shared with other quantizers.
 #include <cfloat>
 
+#include "quantize/few_rows.h"
 #include "quantize/quantize_launch.cuh"
 #include "quantize/quantize_two.h"
 
@@ -119,6 +120,10 @@ Status check_scales(const QuantizeOut& to) {
 
 Status launch(const QuantizeTask& a, Start start) {
   if (a.rows == 0 || a.cols == 0) return Status::ok;
+  if (start == Start::early) {
+    const Status few = quantize_few_rows(a);
+    if (few != Status::unsupported) return few;
+  }
   QuantizeParams p;
   Status status = quantize_params(a, p);
   if (status != Status::ok) return status;

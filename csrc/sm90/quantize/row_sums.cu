@@ -36,16 +36,16 @@ __device__ __forceinline__ float sum_16(const uint32_t (&w)[4]) {
   return ((s[0].x + s[1].x) + (s[2].x + s[3].x)) + ((s[0].y + s[1].y) + (s[2].y + s[3].y));
 }
 
-// f<format>(): of kFmt where codes are read in vectors, elsewhere of what the call says.
-template <tile::Fp8 kFmt, bool kVectors, class F>
+// f<format>() of what the call says.
+template <class F>
 __device__ __forceinline__ void with_format(const RowSumsTask& a, const F& f) {
-  if (kVectors || a.element == Element::e4m3) return f.template operator()<kFmt>();
+  if (a.element == Element::e4m3) return f.template operator()<tile::Fp8::e4m3>();
   f.template operator()<tile::Fp8::e5m2>();
 }
 
 // Codes [rows, k]: a warp a row, a lane 16 codes at a time, all of one block. kVectors: rows are
 // multiples of 16 bytes, aligned.
-template <tile::Fp8 kFmt, bool kVectors>
+template <bool kVectors>
 __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ RowSumsTask a) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Row
         }
       }
     }
-    with_format<kFmt, kVectors>(a, [&]<tile::Fp8 kOf>() {
+    with_format(a, [&]<tile::Fp8 kOf>() {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) sum += sum_16<kOf>(w[i]) * tile::e8m0_to_float(scale[i]);
     });
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Row
 
 // Codes [k, rows]: a warp sums one block of k of 256 rows, eight a lane; a CTA the blocks of a
 // chunk. kVectors: rows is a multiple of 8 and the codes are aligned.
-template <tile::Fp8 kFmt, bool kVectors>
+template <bool kVectors>
 __global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ RowSumsTask a) {
   __shared__ float sums[kWarps][256 + 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ R
           }
         }
       }
-      with_format<kFmt, kVectors>(a, [&]<tile::Fp8 kOf>() {
+      with_format(a, [&]<tile::Fp8 kOf>() {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
@@ -142,13 +142,12 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ R
   a.workspace[chunk * a.rows + r0 + threadIdx.x] = total;
 }
 
-template <tile::Fp8 kFmt>
 Status launch(const RowSumsTask& a, cudaStream_t stream) {
   if (!a.k_first) {
     const int64_t grid = (a.rows + kWarps - 1) / kWarps;
     if (grid > INT32_MAX) return Status::unsupported;
     const bool vectors = a.k % 16 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 16 == 0;
-    const auto kernel = vectors ? sum_rows<kFmt, true> : sum_rows<tile::Fp8::e4m3, false>;
+    const auto kernel = vectors ? sum_rows<true> : sum_rows<false>;
     kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(a);
     return started(cudaGetLastError());
   }
@@ -159,7 +158,7 @@ Status launch(const RowSumsTask& a, cudaStream_t stream) {
                   static_cast<unsigned>(chunks < kMaxY ? chunks : kMaxY),
                   static_cast<unsigned>((chunks + kMaxY - 1) / kMaxY));
   const bool vectors = a.rows % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 8 == 0;
-  const auto kernel = vectors ? sum_chunks<kFmt, true> : sum_chunks<tile::Fp8::e4m3, false>;
+  const auto kernel = vectors ? sum_chunks<true> : sum_chunks<false>;
   kernel<<<grid, kThreads, 0, stream>>>(a);
   const Status status = started(cudaGetLastError());
   if (status != Status::ok) return status;
@@ -182,8 +181,7 @@ Status row_sums(const RowSumsArgs& args) {
   if (a.rows == 0) return Status::ok;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   if (a.k == 0) return started(cudaMemsetAsync(a.out, 0, a.rows * sizeof(float), stream));
-  return a.element == Element::e4m3 ? launch<tile::Fp8::e4m3>(a, stream)
-                                    : launch<tile::Fp8::e5m2>(a, stream);
+  return launch(a, stream);
 }
 
 }  // namespace te_mx::sm90
