@@ -136,7 +136,7 @@ test-emulated: build
 	@if grep -q '^-- te_mx: with emulated' build/emulated/log.txt; then \
 	  $(call ctest,build/emulated) && \
 	  TE_MX_EMULATED=$$(echo $(CURDIR)/build/emulated/emulated/_sm90_emulated*.so) OMP_WAIT_POLICY=passive \
-	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu $(ARGS); fi
+	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu tests/emulated $(ARGS); fi
 
 # Four minutes, most of them for compilers. Modules find Triton here, which other tests must not.
 test-triton: build
