@@ -5,6 +5,8 @@ module, nothing is collected.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import emulated_hopper
 import pytest
 
@@ -18,3 +20,9 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture(autouse=True)
 def seeded_machine(request: pytest.FixtureRequest) -> None:
     emulated_hopper.begin(request.node.nodeid)
+
+
+@pytest.fixture
+def on_hopper() -> Iterator[None]:
+    with emulated_hopper.hopper():
+        yield

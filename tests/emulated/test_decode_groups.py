@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from as_on_hopper import hide_splits
-from emulated_hopper import PRODUCTS, hopper
+from emulated_hopper import PRODUCTS
 
 import te_mx
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.kernel_log import LAST_RUN
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 N, K = 40, 136
 SPLITS = [3, 0, 5, 1]
@@ -19,12 +21,6 @@ RECIPES = {
     "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
     "fp8_block": Float8BlockScaling(),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        yield
 
 
 def frozen(recipe, drop=False, **kwargs):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_hopper import PRODUCTS, hopper
+from emulated_hopper import PRODUCTS
 
 import te_mx
 from te_mx.nn import activations
 from te_mx.recipe import BlockScaling, Float8BlockScaling
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 H, F = 72, 136
 BF16 = torch.bfloat16
@@ -17,12 +19,6 @@ RECIPES = {
     "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
     "fp8_block": Float8BlockScaling(),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        yield
 
 
 def run(layer, x, recipe):

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from emulated_hopper import CALLS, PRODUCTS, hopper
+from emulated_hopper import CALLS, PRODUCTS
 
 import te_mx
 from te_mx import formats, layouts
@@ -16,14 +16,10 @@ from te_mx.layouts.operand import Operand
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.kernel_log import LAST_RUN
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 N, K = 52, 168
 FORMATS = "mxfp8_e4m3", "mxfp4"
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        yield
 
 
 def frozen(w="mxfp8_e4m3", drop=False, dtype=torch.bfloat16, **kwargs):

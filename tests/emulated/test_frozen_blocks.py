@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from emulated_hopper import CALLS, GATES, PRODUCTS, hopper
+from emulated_hopper import CALLS, GATES, PRODUCTS
 from mlp_blocks import Gated, Joined
 from torch import nn
 
@@ -17,18 +17,14 @@ from te_mx.dispatch.fused import Norm
 from te_mx.nn import activations
 from te_mx.nn.guards import FUSED, ON_FROZEN, RAN
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 BF16 = torch.bfloat16
 
 
 def norm_rows():
     """Sizes of the inputs of normalizations that run in a kernel for few rows."""
     return [(a.x.rows, a.x.cols) for name, a, _ in CALLS if name == "normalize_rows"]
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        yield
 
 
 class Attention(nn.Module):

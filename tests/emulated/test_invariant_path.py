@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_hopper import CALLS, hopper
+from emulated_hopper import CALLS
 
 import te_mx
 from te_mx.autograd.linear_recipe import roles
 from te_mx.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 RECIPES = {
     "sm90_invariant": [MXFP8BlockScaling, MXFP4BlockScaling],
     "sm90_blockwise": [Float8BlockScaling],
 }
 CASES = [(name, kind(precision="invariant")) for name, kinds in RECIPES.items() for kind in kinds]
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        yield
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)

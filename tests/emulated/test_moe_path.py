@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_hopper import called, hopper
+from emulated_hopper import called
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
@@ -20,18 +20,14 @@ from te_mx.backends.sm90.moe import HopperMoeGemm
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 HERE = Place("cuda", 0)
 
 
 def calls():
     """Names of the native calls of routed rows so far."""
     return called("moe_gemm", "moe_align", "moe_combine")
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        yield
 
 
 @pytest.mark.parametrize("routing", list(ROUTINGS))
