@@ -33,6 +33,10 @@ PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
 # its CUDA part.
 ASIDE = transformer_engine
 ASIDE_TRITON = triton
+# Headers of CUDA, for the emulated kernels where it is not installed.
+ASIDE_CUDA = nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl
+CUDA_HEADERS = $(if $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/include/cuda_bf16.hpp),, \
+  -DCMAKE_PREFIX_PATH=$(CURDIR)/$(VENV)/aside_cuda/nvidia/cu13)
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
   \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \
   -o -name '*.cmake' -o -name '*.sh' \))
@@ -52,7 +56,7 @@ TEST_WORKERS ?= 2
 help:
 	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
 	@echo "make test          all tests (TORCH=2.14.1: on that torch, in an environment and a build of its own)"
-	@echo "make test-emulated the tests of the Hopper kernels on the CPU, where the headers of CUDA are (csrc/sm90/README.md)"
+	@echo "make test-emulated the tests of the Hopper kernels on the CPU of an x86-64 Linux (csrc/sm90/README.md)"
 	@echo "make test-triton   the contract tests over Triton's interpreter, and its kernels compiled for every target"
 	@echo "make test-triton-gpu  Triton's kernels on this GPU: bytes, modules, recipes, groups, contract tests"
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
@@ -84,6 +88,8 @@ $(VENV)/.ready: constraints.txt
 	@$(PIP) uninstall --yes $(ASIDE)  # where an earlier setup put it
 	@rm -rf $(VENV)/aside && $(PIP) install --no-deps --target $(VENV)/aside -c constraints.txt $(ASIDE)
 	@$(PIP) install --no-deps --target $(VENV)/aside_triton -c constraints.txt $(ASIDE_TRITON)  # its interpreter and compilers
+	@[ "$$(uname -sm)" != "Linux x86_64" ] || \
+	  $(PIP) install --no-deps --target $(VENV)/aside_cuda -c constraints.txt $(ASIDE_CUDA)
 	@touch $@
 
 # Newer than the modules where they were built with another TE_MX_CUDA.
@@ -131,12 +137,12 @@ test: build
 # The sources of the Hopper kernels, compiled for the CPU.
 test-emulated: build
 	@echo "building the Hopper kernels for the CPU (two minutes, the first time)"
-	@$(call cmake_build,build/emulated,-DCMAKE_BUILD_TYPE=Release -DTE_MX_CUDA=OFF -DTE_MX_EMULATE=ON -DMXTILE_EMULATED_TESTS=ON,emulated)
+	@$(call cmake_build,build/emulated,-DCMAKE_BUILD_TYPE=Release -DTE_MX_CUDA=OFF -DTE_MX_EMULATE=ON -DMXTILE_EMULATED_TESTS=ON $(CUDA_HEADERS),emulated)
 	@sed -n 's/^-- te_mx: without emulated/NOT RUN: emulated/p' build/emulated/log.txt
 	@if grep -q '^-- te_mx: with emulated' build/emulated/log.txt; then \
 	  $(call ctest,build/emulated) && \
 	  TE_MX_EMULATED=$$(echo $(CURDIR)/build/emulated/emulated/_sm90_emulated*.so) OMP_WAIT_POLICY=passive \
-	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu $(ARGS); fi
+	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu tests/emulated $(ARGS); fi
 
 # Four minutes, most of them for compilers. Modules find Triton here, which other tests must not.
 test-triton: build

@@ -210,7 +210,7 @@ def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matr
     return list(found.values())
 
 
-def describe(census: Census, shown: int = 5) -> str:
+def describe(census: Census) -> str:
     """The share that te_mx holds, of the matrices and of all parameters; the largest of the other
     matrices; the embeddings and convolutions, if any."""
     lines, left = [], left_of(census.matrices)
@@ -221,14 +221,14 @@ def describe(census: Census, shown: int = 5) -> str:
             f"matrix parameters: {_percent(held, total)} % of {total:,} elements are in te_mx "
             f"layers, {_percent(held, census.elements)} % of all {census.elements:,} parameters"
         )
-        lines.append(line + (f"; {len(left)} others{_some(left, shown)}" if left else ""))
+        lines.append(line + (f"; {len(left)} others{_some(left)}" if left else ""))
     for what, rows in (("embedding", census.embeddings), ("convolution", census.convolutions)):
         if not rows:
             continue
         large = sorted(rows, key=lambda m: -m.elements)
         share = _percent(sum(m.elements for m in large), census.elements)
         count = f"{len(large)} {what}s stay" if len(large) > 1 else f"1 {what} stays"
-        lines.append(f"{count}, {share} % of all parameters{_some(large, shown)}")
+        lines.append(f"{count}, {share} % of all parameters{_some(large)}")
     return "\n".join(lines)
 
 
@@ -238,10 +238,10 @@ def _percent(part: int, whole: int) -> str:
     return f"{1000 * part // whole / 10:g}" if share >= 1 or not part else f"{share:.2g}"
 
 
-def _some(matrices: list[Matrix], shown: int) -> str:
+def _some(matrices: list[Matrix]) -> str:
     """ ": name [shape] (class), ..", and that these are the largest where there are more."""
-    names = [f"{m.name} {list(m.shape)} ({m.kind})" for m in matrices[:shown]]
-    largest = "" if len(matrices) <= shown else f", the largest {shown}"
+    names = [f"{m.name} {list(m.shape)} ({m.kind})" for m in matrices[:5]]
+    largest = "" if len(matrices) <= 5 else ", the largest 5"
     return f"{largest}: {', '.join(names)}"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import as_on_hopper
-import fake_sm90
 import pytest
 import torch
 from fresh import python
@@ -13,15 +11,14 @@ from fresh import python
 import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.frozen import Frozen
-from te_mx.backends.sm90.gemm import num_splits
 from te_mx.commands import candidates, tune
 from te_mx.commands.candidates import TOKENS, Shape, model_names, of_models
 from te_mx.commands.main import main
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
-from te_mx.dispatch.problem import Place, Problem, place_of
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.tuned import tables
-from te_mx.dispatch.tuned.tables import DEFAULT, key_of
+from te_mx.dispatch.tuned.tables import DEFAULT
 
 pytestmark = [
     pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
@@ -333,57 +330,6 @@ def test_nobody_reads_on():
     closed = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
     made = python(closed + AS_MODULE)
     assert made.returncode == 141 and made.stderr == ""
-
-
-@pytest.mark.parametrize("w", ["mxfp8_e4m3", "mxfp4"])
-def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
-    """On a stand-in for its native module: who competes, and that each one's call is made."""
-    monkeypatch.setattr(candidates, "cache_bytes", lambda device: 1 << 10)
-    asked = []
-    with as_on_hopper.hopper() as patch:
-        gemm = fake_sm90.gemm
-
-        def recorded(args):
-            status = gemm(args)
-            if status == 0:  # not while it asks for a workspace
-                asked.append((args.kernel, args.parts))
-            return status
-
-        patch.setattr(fake_sm90, "gemm", recorded)
-        recipe = tune.recipe_of(w, split_k=True)
-        with torch.no_grad(), te_mx.autocast(recipe=recipe):
-            layers = candidates.Layers(Shape(4, 64, 512), recipe, torch.device("cpu"))
-            assert len(layers.kept) == len(layers.plain) >= 2
-            contest = candidates.Contest(Shape(4, 64, 512), layers)
-            *in_one_call, problem = contest.problems()
-            steps = [candidates.Candidate("steps").row(key_of(one)) for one in in_one_call]
-            found = candidates.candidates_of(problem, any_bits=True)
-            same = candidates.candidates_of(problem)
-            long = candidates.candidates_of(problem._replace(n=2048, k=7168))
-            asked.clear()
-            assert contest.wrong(found, lambda one: [*steps, one.row(key_of(problem))]) == {}
-        candidates.leave()
-    assert problem.op == "gemm" and problem.place == Place("cuda", 0)
-    tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
-    parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
-    # Weights of 4 bits are unpacked to tiles before.
-    assert [one.name for one in found] == ["sm90_adaptive", *tiles, *parts]
-    usual = num_splits("tiles", 4, 64, 512, as_on_hopper.MULTIPROCESSORS)
-    # Blocks of D of any size have the same bits; in calls that cut k, tiles would leave it whole.
-    assert usual == 1 and [one.name for one in same] == ["sm90_adaptive", *tiles]
-    cut = num_splits("tiles", 4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
-    assert cut > 1
-    assert [one.name for one in long] == ["sm90_adaptive", f"sm90_adaptive, parts {cut}"]
-    assert asked == [
-        (-1, usual),
-        (0, 1),
-        (1, 1),
-        (2, 1),
-        (3, 1),
-        (-1, 2),
-        (-1, 3),
-        (-1, 4),
-    ]
 
 
 def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_mx._ops import Operand, Stack, plain, quantize_2d, settled
-from te_mx.backends.sm90.layouts import frozen
+from te_mx._ops import Operand, Stack, convert_2d, gemm_2d, plain, quantize_2d, settled
+from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen
 
 KINDS = {"near": (118, 125), "wide": (90, 140), "far": (185, 256), "low": (0, 12)}
 
@@ -50,3 +50,30 @@ def test_bytes_of_a_weight():
     row = quantize_2d(torch.randn(1024, 2048).cuda(), "mxfp8_e4m3@rows").row
     held = settled(row)
     assert sum(t.nbytes for t in (held.codes, held.scales, held.packed)) <= 1.04 * 1024 * 2048
+
+
+def test_products_leave_out_what_lies_in_words():
+    w, x = torch.randn(200, 256).cuda(), torch.randn(40, 256).cuda()
+    row = quantize_2d(w, "mxfp8_e4m3@rows").row
+    left = quantize_2d(x, "mxfp8_e4m3@sm90:8").row
+    made, expected = (
+        gemm_2d(left, right, out_dtype=torch.float32).out
+        for right in (settled(row), convert_2d(row, "mxfp8_e4m3@sm90:8"))
+    )
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("rows", [(256, 512), (256, 130)])
+def test_parts_of_a_weight_as_one(rows):
+    """Gate and up of a block: tiles behind each other, where they are whole."""
+    each = [weight("near", n, 96, 0.1) for n in rows]
+    codes, scales = (torch.cat(parts) for parts in zip(*each, strict=True))
+    held = [
+        settled(Operand(one[0].cuda(), one[1].cuda(), "mxfp8_e4m3@rows", n, 96))
+        for one, n in zip(each, rows, strict=True)
+    ]
+    made = SM90_FROZEN.joined(held)
+    assert (made is None) == (rows[1] % 256 != 0)
+    if made is not None:
+        back = plain(made)
+        assert torch.equal(back.codes.cpu(), codes) and torch.equal(back.scales.cpu(), scales)

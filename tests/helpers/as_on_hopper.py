@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import fake_sm90
-import fake_sm90_grouped
 import pytest
 import torch
 from torch import Tensor
@@ -77,7 +77,47 @@ def _anew() -> Iterator[pytest.MonkeyPatch]:
     registry.forget()
 
 
+class _Record:
+    """Fields of a native record, 0 where nothing was said."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return 0
+
+    def copy(self, **fields: Any) -> _Record:
+        return _Record(**self.__dict__ | fields)
+
+
+class Idle(ModuleType):
+    """A native module whose launches do nothing, for tests of who calls what: sizes are those of
+    fake_sm90.py, `launch` is called for each."""
+
+    def __init__(self, launch: Callable[[], None] = lambda: None) -> None:
+        super().__init__("te_mx._sm90")
+        self.launch = launch
+        self.sequence = self.prepared = lambda *steps: SimpleNamespace(run=self._ran)
+
+    def _ran(self, *given: Any) -> int:
+        self.launch()
+        return fake_sm90.OK
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(fake_sm90, name, None)
+        if isinstance(found, type) or name in HOST_ONLY or "bytes" in name:
+            return found
+        if name.endswith("Args"):
+            return _Record
+        if "workspace" in name:
+            return lambda *sizes: fake_sm90.OWN_SCRATCH
+        return (lambda *args: fake_sm90.OK) if name == "nvfp4_multiplies" else self._ran
+
+
 # ------------------------------------------------------------------------------------------ groups
+HOST_ONLY = "available", "upload_ends", "linear_offsets", "norm_partial_sums"
 NATIVE = (
     "quantize_grouped", "activate_grouped", "quantize_stacked", "pack_stacked",
     "columns_of_stacked", "gemm_rows", "gemm_k",
@@ -89,9 +129,9 @@ def hopper_with_groups() -> Iterator[list[str]]:
     """`hopper` with the grouped calls. Gives a list to which the names of native calls are added as
     they come, but of upload_ends."""
     calls: list[str] = []
-    with hopper(fake_sm90_grouped) as patch:
+    with hopper(fake_sm90) as patch:
         for name in NATIVE:
-            patch.setattr(fake_sm90_grouped, name, _noted(name, calls))
+            patch.setattr(fake_sm90, name, _noted(name, calls))
         yield calls
 
 
@@ -112,7 +152,7 @@ def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _noted(name: str, calls: list[str]) -> Callable[..., int]:
-    run = getattr(fake_sm90_grouped, name)
+    run = getattr(fake_sm90, name)
 
     def note(*args: object) -> int:
         calls.append(name)

@@ -1,6 +1,7 @@
 """The Hopper kernels on a CPU: the module that is built from csrc/sm90 for the emulated
 multiprocessor of third_party/mxtile/emulated takes the place of the native one, and tensors of
-"cuda" are made on the CPU. The tests of tests/gpu run so wherever TE_MX_EMULATED names the module.
+"cuda" are made on the CPU. The tests of tests/gpu run so wherever TE_MX_EMULATED names the module,
+and those of tests/emulated, whose tensors are the CPU's.
 
 Threads, copies and tensor cores take their turns by a seed, another one for every test and every
 TE_MX_EMULATED_SEED. So are the cases drawn that run: TE_MX_EMULATED_CASES of every test function,
@@ -22,14 +23,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import as_on_hopper
+import fake_sm90
 import pytest
 import torch
+from fake_sm90 import DTYPES, at
 
 import te_mx
+from te_mx.dispatch.fused import ACT_IDS
 from te_mx.runtime import workspace
 
 PATH, SEED, CASES = "TE_MX_EMULATED", "TE_MX_EMULATED_SEED", "TE_MX_EMULATED_CASES"
@@ -107,20 +111,125 @@ def native() -> ModuleType:
     return module
 
 
-@contextmanager
-def emulated(test: str) -> Iterator[None]:
-    """CPU tensors are those of a Hopper GPU, whose kernels the emulated module runs. `test` names
-    what runs: the order of events depends on it."""
-    module, machine = native(), ctypes.CDLL(path())
+def begin(test: str) -> None:
+    """`test` names what runs: the order of events depends on it."""
+    machine = ctypes.CDLL(path())
     machine.simt_set_seed(ctypes.c_uint64(draw(test)))
     machine.simt_set_device(draw(test) % DEVICES)
+
+
+@contextmanager
+def emulated(test: str) -> Iterator[None]:
+    """Tensors of "cuda" are those of a Hopper GPU, whose kernels the emulated module runs."""
+    begin(test)
+    module = native()
     with as_on_hopper.hopper(module) as patch:
         patch.setitem(sys.modules, "te_mx._sm90", module)
         patch.setattr(te_mx, "_sm90", module, raising=False)
-        upload = module.upload_ends
-        patch.setattr(module, "upload_ends", lambda *args: upload(*args[:3], 0))
+        _upload_from_here(patch)
         _patch_torch(patch)
         yield
+
+
+def _upload_from_here(patch: pytest.MonkeyPatch) -> None:
+    upload = native().upload_ends
+    patch.setattr(native(), "upload_ends", lambda *args: upload(*args[:3], 0))
+
+
+# ---------------------------------------------------------------------------------- tests/emulated
+class Call(NamedTuple):
+    """A native call: its name, the record or what there is in place of one, what it returned."""
+
+    name: str
+    args: Any
+    status: Any
+
+
+# What the native module was asked for since `hopper` began.
+CALLS: list[Call] = []
+PRODUCTS: list[tuple[int, int, int]] = []  # m, n, k of products with weights that stand still
+GATES: list[str] = []  # activations of those whose rows have a gate
+_ACTS = {number: name for name, number in ACT_IDS.items()}
+
+
+class Noted:
+    """The emulated module, whose calls are noted; a sequence is one."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = CUBLAS.get(name) or getattr(native(), name)
+        return found if isinstance(found, type) else _noted(name, found)
+
+    def prepared(self, name: str, record: Any, *more: Any) -> SimpleNamespace:
+        return SimpleNamespace(run=_noted(name, native().prepared(name, record, *more).run))
+
+    def sequence(self, steps: Any, *more: Any) -> SimpleNamespace:
+        apart = CUBLAS.keys() & {step[0] for step in steps}
+        made = (fake_sm90 if apart else native()).sequence(steps, *more)
+        return SimpleNamespace(run=_noted("sequence", made.run))
+
+
+def _noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        before = len(CALLS)
+        made = run(*args)
+        del CALLS[before:]  # of a sequence
+        _note(name, args[0] if args else None, made)
+        return made
+
+    return call
+
+
+def _multiplies(args: Any) -> int:
+    """cublasLt adds a bias in bf16 alone."""
+    numbers = args.out_dtype, args.bias_dtype if args.bias else args.out_dtype
+    types = {DTYPES[number] for number in numbers}
+    wrong = torch.float16 in types or (args.bias and types != {torch.bfloat16})
+    return fake_sm90.UNSUPPORTED if wrong else fake_sm90.OK
+
+
+def _multiply(args: Any) -> int:
+    def values(side: str, rows: int) -> torch.Tensor:
+        k_first = getattr(args, f"{side}_k_first")
+        shape = (args.k, rows) if k_first else (rows, args.k)
+        made = at(getattr(args, side), shape, torch.bfloat16)
+        return (made.t() if k_first else made).float()
+
+    made = values("lhs", args.m) @ values("rhs", args.n).t()
+    for whole in (args.of_lhs, args.of_rhs):
+        made = made * at(whole, (), torch.float32) if whole else made
+    if args.bias:
+        made = made + at(args.bias, (args.n,), DTYPES[args.bias_dtype]).float()
+    out = at(args.out, (args.m, args.n), DTYPES[args.out_dtype])
+    out.copy_(made + out.float() if args.accumulate else made)
+    return fake_sm90.OK
+
+
+# What cuBLAS multiplies, of which there is no emulation.
+CUBLAS = {"nvfp4_multiplies": _multiplies, "nvfp4_multiply": _multiply}
+
+
+def _note(name: str, args: Any, status: Any) -> None:
+    CALLS.append(Call(name, args, status))
+    if name in ("decode", "nvfp4_product") and status == 0:
+        PRODUCTS.append((args.m, args.n, args.k))
+        if args.gate:
+            GATES.append(_ACTS[args.x_act])
+
+
+def called(*names: str) -> list[str]:
+    """Names of the calls of some kinds, as they came."""
+    return [call.name for call in CALLS if call.name in names]
+
+
+@contextmanager
+def hopper() -> Iterator[pytest.MonkeyPatch]:
+    """CPU tensors are taken for those of a Hopper GPU, as by as_on_hopper.hopper; the emulated
+    kernels run."""
+    with as_on_hopper.hopper(Noted()) as patch:
+        _upload_from_here(patch)
+        for noted in (CALLS, PRODUCTS, GATES):
+            noted.clear()
+        yield patch
 
 
 def on_cpu(value: Any) -> Any:

@@ -18,7 +18,7 @@ from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
 from te_mx.dispatch.problem import Place, Problem
 from te_mx.layouts.operand import Operand as HouseOperand
 
-LAYOUTS = {"k_last": "rows", "k_first": "cols", "sm90": "sm90:8"}
+LAYOUTS = {"k_last": "rows", "k_first": "cols"}
 
 
 class QuantizedParts(NamedTuple):
@@ -26,8 +26,7 @@ class QuantizedParts(NamedTuple):
 
     row_codes [rows, cols], row_scales [rows, ceil(cols/32)];
     col_codes [rows, cols], col_scales [ceil(rows/32), cols] ("plain"), or
-    col_codes [cols, rows], col_scales [cols, ceil(rows/32)] ("transposed"), or both directions
-    as operands of order "sm90" ([rows, cols] and [cols, rows]);
+    col_codes [cols, rows], col_scales [cols, ceil(rows/32)] ("transposed");
     col_sum fp32 [cols]: the sum of x over its rows.
     """
 
@@ -44,9 +43,6 @@ class Operand(NamedTuple):
     order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
     scales [ceil(k/32), rows]. `packed` is what a kernel packed of the same codes, or None. Codes of
     4 bits lie two a byte in "k_last", and `length` is k then.
-    order "sm90": packed for Hopper, see sm90/layouts/tiles.py: codes [rows, k] with rows a
-    multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132]. "sm90_rows", "sm90_k":
-    groups of rows or of k packed for Hopper, see sm90/layouts/groups.py.
     """
 
     codes: Tensor
@@ -67,16 +63,6 @@ class Operand(NamedTuple):
         return self.codes.shape[0 if self.order == "k_first" else 1]
 
 
-def code_bytes(fmt: str, k: int) -> int:
-    """Bytes of k codes that lie by rows."""
-    return (k + 1) // 2 if fmt == "e2m1" else k
-
-
-def blocks(size: int) -> int:
-    """Number of scale blocks that cover `size` elements; the last one may be shorter."""
-    return (size + 31) // 32
-
-
 def format_of(fmt: str) -> formats.Format:
     """The format that native code calls so."""
     wide = f"fp8_{fmt}" if "x128" in fmt or "128x" in fmt else fmt
@@ -91,12 +77,6 @@ def house(operand: Operand | HouseOperand) -> HouseOperand:
     return HouseOperand(
         operand.codes, operand.scales, spec, operand.rows, operand.k, operand.packed
     )
-
-
-def values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """What an operand stands for, as its codes lie."""
-    made = house(operand).values(dtype)
-    return made.t() if operand.order == "k_first" else made
 
 
 def quantize(

@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import as_on_hopper
-import fake_sm90
 import pytest
 import torch
 
@@ -25,23 +24,12 @@ import te_mx
 
 ROOT = str(Path(te_mx.__file__).parent)
 BF16, SIZE = torch.bfloat16, 128
-NATIVE = (
-    "linear_forward", "linear_backward", "linear_wgrad", "quantize", "quantize_two", "gemm",
-    "normalize", "normalize_backward", "activate",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def hopper(threads):
     threads(1)  # many small operators
-    native = ModuleType("te_mx._sm90")
-    native.__dict__.update(vars(fake_sm90))
-    native.__getattr__ = fake_sm90.__getattr__
-    for name in NATIVE:
-        setattr(native, name, lambda args, *more: fake_sm90.OK)  # the stand-in asks te_mx itself
-    nothing = SimpleNamespace(run=lambda *addresses: fake_sm90.OK)
-    native.sequence = native.prepared = lambda *steps: nothing
-    with as_on_hopper.hopper(native):
+    with as_on_hopper.hopper(as_on_hopper.Idle()):
         yield
 
 

@@ -4,13 +4,13 @@ runs, what it is told, and that nothing changes but the time."""
 from __future__ import annotations
 
 import fake_sm90
-import fake_sm90_codes
 import pytest
 import torch
 from as_on_hopper import hopper
 
 from te_mx import _ops as ops
 from te_mx._ops import Epilogue, Mode
+from te_mx.backends.base import LAYOUTS
 from te_mx.backends.sm90 import codes
 from te_mx.dispatch import registry
 from te_mx.dispatch.explain import explain_problem
@@ -22,10 +22,18 @@ LHS = {"fp4": f"{FP4}@rows", "tiles": f"{E4M3}@sm90:8", "e5m2": f"{E5M2}@rows"}
 NONE, WHOLE, SPLIT = Epilogue(), Mode(), Mode(split_k=True)
 
 
+CALLS = []  # records of its calls
+UNPACKED = []  # how many operands each launch unpacked before a product
+
+
 @pytest.fixture(autouse=True)
 def on_hopper():
-    with hopper():
-        fake_sm90_codes.CALLS.clear()
+    gemm_codes, unpack = fake_sm90.gemm_codes, fake_sm90.unpack
+    CALLS.clear()
+    with hopper() as patch:
+        patch.setattr(fake_sm90, "gemm_codes", lambda a: CALLS.append(a) or gemm_codes(a))
+        for name in ("unpack", "unpack_two"):
+            patch.setattr(fake_sm90, name, lambda *a: UNPACKED.append(len(a)) or unpack(*a))
         yield
 
 
@@ -61,9 +69,9 @@ def test_it_gives_what_packing_before_gives(lhs, accumulate, monkeypatch):
             out = torch.ones(M, N) if epilogue.accumulate else None
             return multiplied(*both, epilogue, out, SPLIT, want_aux=True)
 
-        before = len(fake_sm90_codes.CALLS)
+        before = len(CALLS)
         got, want = product(), packed_before(monkeypatch, product)
-        assert len(fake_sm90_codes.CALLS) == before + 1
+        assert len(CALLS) == before + 1
         for mine, theirs in zip(got[:3], want[:3], strict=True):
             assert (mine is None) == (theirs is None)
             assert mine is None or torch.equal(mine, theirs)
@@ -90,16 +98,16 @@ def test_its_envelope(shape, rhs, reason):
 def test_sizes_beside_each_other_get_their_own_kernel():
     """Kernels are remembered by classes of sizes: these differ by what its envelope looks at."""
     for m, k in ((64, 128), (64, 130), (64, 160), (16, 128), (16, 130)):
-        fake_sm90_codes.CALLS.clear()
+        CALLS.clear()
         multiplied(*operands(f"{FP4}@rows", m=m, k=k))
-        assert len(fake_sm90_codes.CALLS) == (k % 32 == 0)
+        assert len(CALLS) == (k % 32 == 0)
 
 
 def test_inputs_of_4_bits_are_unpacked_by_native_code_and_others_packed_before():
     for lhs in LHS:
-        fake_sm90_codes.LHS.clear()
+        CALLS.clear()
         multiplied(*operands(LHS[lhs]))
-        assert ["plain" if lhs == "fp4" else "tiles"] == fake_sm90_codes.LHS
+        assert [(call.lhs.layout == LAYOUTS["k_last"]) for call in CALLS] == [lhs == "fp4"]
 
 
 def test_operands_of_4_bits_are_unpacked_in_one_launch(monkeypatch):
@@ -113,9 +121,9 @@ def test_operands_of_4_bits_are_unpacked_in_one_launch(monkeypatch):
         both = operands(lhs, rhs=rhs)
         packed = [ops.convert_2d(x, f"{x.format.name}@sm90:8") for x in both]
         want = multiplied(*packed)
-        fake_sm90_codes.UNPACKED.clear()
+        UNPACKED.clear()
         got = multiplied(*both)
-        assert sides == fake_sm90_codes.UNPACKED and not fake_sm90_codes.CALLS
+        assert sides == UNPACKED and not CALLS
         assert torch.equal(got.out, want.out)
 
 
@@ -126,7 +134,7 @@ def test_operands_unpacked_before_have_parts_of_their_own(monkeypatch):
     monkeypatch.setattr(codes, "parts_before", lambda *sizes: 3)
     for mode, parts in ((SPLIT, 3), (WHOLE, 1)):
         multiplied(*operands(LHS["fp4"]), mode=mode)
-        assert told.pop() == parts and not fake_sm90_codes.CALLS
+        assert told.pop() == parts and not CALLS
 
 
 def test_where_codes_are_unpacked_follows_from_sizes():
@@ -155,9 +163,9 @@ def test_codes_that_start_between_16_bytes_are_packed():
     start = -room.data_ptr() % 16 + 1
     moved = room[start : start + rhs.codes.numel()].view_as(rhs.codes).copy_(rhs.codes)
     want = multiplied(lhs, rhs)
-    assert len(fake_sm90_codes.CALLS) == 1
+    assert len(CALLS) == 1
     got = multiplied(lhs, rhs._replace(codes=moved))
-    assert len(fake_sm90_codes.CALLS) == 1 and torch.equal(got.out, want.out)
+    assert len(CALLS) == 1 and torch.equal(got.out, want.out)
 
 
 @pytest.mark.parametrize("sms", [132, 114, 8, 1])
@@ -176,11 +184,11 @@ def test_k_is_cut_only_where_that_is_allowed():
     """Few blocks take longer in one piece than unpacked before."""
     both = operands(LHS["fp4"], 32, 40, 2048)
     before = multiplied(*both)
-    assert not fake_sm90_codes.CALLS
+    assert not CALLS
     after = multiplied(*both, mode=SPLIT)
     torch.testing.assert_close(before.out, after.out)
     multiplied(*operands(LHS["fp4"], 32, 40, 256))
-    assert [call[3] for call in fake_sm90_codes.CALLS] == [6, 1]
+    assert [call.parts for call in CALLS] == [6, 1]
 
 
 @pytest.mark.parametrize(("k", "note"), [(256, "in the main loop"), (2048, "which split_k allows")])

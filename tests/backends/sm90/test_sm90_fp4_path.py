@@ -86,21 +86,6 @@ def test_groups_equal_a_loop(recipe, threads):
             start += size
 
 
-@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
-def test_frozen_weights_are_unpacked_at_each_call(kind, threads):
-    """Codes stay two a byte; the product is that of the layer before it was frozen."""
-    threads(1)
-    torch.manual_seed(0)
-    x, recipe = torch.randn(M, K), BlockScaling(x=E4M3, w=FP4)
-    splits = (SPLITS,) if kind == "GroupedLinear" else ()
-    with hopper_with_groups(), torch.no_grad():
-        layer = te_mx.GroupedLinear(3, K, N) if splits else te_mx.Linear(K, N)
-        with te_mx.autocast(recipe=recipe):
-            want = layer(x, *splits)
-            te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
-            assert torch.equal(layer(x, *splits), want)
-
-
 RHT = "+rht32:0x1234abcd"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import Operand, Stack, convert_2d, gemm_2d, plain, quantize_2d, settled
+from te_mx._ops import quantize_2d, settled
 from te_mx.backends.sm90.layouts import SM90_FROZEN, frozen, tiles
 
 SIZES = [(1, 1), (16, 32), (128, 128), (130, 96), (257, 200), (300, 417)]
@@ -88,56 +88,7 @@ def test_a_tile_that_would_round_many_keeps_its_codes():
     assert torch.equal(packed.codes[:, 128:], row.codes[:, 128:])
 
 
-@pytest.mark.parametrize("size", [(128, 128), (130, 416), (3, 48)])
-@pytest.mark.parametrize("groups", [0, 3])
-def test_one_copy_on_hopper(size, groups):
-    """The backend: what it packs gives its bytes back, on Hopper and on a machine without."""
-    each = [weight("near", *size, seed, 0.1) for seed in range(max(groups, 1))]
-    codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
-    if groups:
-        row = Stack(codes, scales, "mxfp8_e4m3@rows", groups, *size)
-    else:
-        row = Operand(codes[0], scales[0], "mxfp8_e4m3@rows", *size)
-    with as_on_hopper.hopper():
-        held = settled(row)
-        back = plain(held)
-    assert held.spec == "mxfp8_e4m3@sm90_frozen"
-    for one in (back, plain(held)):
-        assert one.spec == row.spec and one.packed is None
-        assert torch.equal(one.codes, row.codes) and torch.equal(one.scales, row.scales)
-    assert settled(row) is row
-
-
 def test_rows_of_odd_bytes_stay_where_they_are():
     row = quantize_2d(torch.randn(3, 40), "mxfp8_e4m3@rows").row
     with as_on_hopper.hopper():
         assert settled(row) is row
-
-
-def test_products_leave_out_what_lies_in_words():
-    w, x = torch.randn(200, 256), torch.randn(40, 256)
-    row = quantize_2d(w, "mxfp8_e4m3@rows").row
-    with as_on_hopper.hopper():
-        left = quantize_2d(x, "mxfp8_e4m3@sm90:8").row
-        made, expected = (
-            gemm_2d(left, right, out_dtype=torch.float32).out
-            for right in (settled(row), convert_2d(row, "mxfp8_e4m3@sm90:8"))
-        )
-    assert torch.equal(made, expected)
-
-
-@pytest.mark.parametrize("rows", [(256, 512), (256, 130)])
-def test_parts_of_a_weight_as_one(rows):
-    """Gate and up of a block: tiles behind each other, where they are whole."""
-    each = [weight("near", n, 96, n, 0.1) for n in rows]
-    codes, scales = (torch.cat(parts) for parts in zip(*each, strict=True))
-    with as_on_hopper.hopper():
-        held = [
-            settled(Operand(*one, "mxfp8_e4m3@rows", n, 96))
-            for one, n in zip(each, rows, strict=True)
-        ]
-        made = SM90_FROZEN.joined(held)
-        assert (made is None) == (rows[1] % 256 != 0)
-        if made is not None:
-            back = plain(made)
-            assert torch.equal(back.codes, codes) and torch.equal(back.scales, scales)

@@ -1,5 +1,5 @@
 """The grouped kernels of the Hopper backend on any machine: tokens and weights against the packing
-of each group alone. fake_sm90_grouped.py stands in for the native module.
+of each group alone. fake_sm90.py stands in for the native module.
 """
 
 from __future__ import annotations

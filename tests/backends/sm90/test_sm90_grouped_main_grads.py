@@ -1,10 +1,10 @@
 """main_grads of a grouped layer that are no one stack, on the calls of the native Hopper module,
-which fake_sm90_grouped.py stands in for.
+which fake_sm90.py stands in for.
 """
 
 from __future__ import annotations
 
-import fake_sm90_grouped
+import fake_sm90
 import pytest
 import torch
 from as_on_hopper import hopper_with_groups
@@ -69,13 +69,13 @@ def test_main_grads_in_a_buffer(native, monkeypatch, place, dtype, save_x) -> No
     for weight, grad in zip(layer.weights(), grads, strict=True):
         weight.main_grad = grad.fill_(5)
     firsts: list[tuple[int, ...]] = []
-    run = fake_sm90_grouped.gemm_k
+    run = fake_sm90.gemm_k
 
     def gemm_k(args, first_rows) -> int:
         firsts.append(tuple(first_rows))
         return run(args, first_rows)
 
-    monkeypatch.setattr(fake_sm90_grouped, "gemm_k", gemm_k)
+    monkeypatch.setattr(fake_sm90, "gemm_k", gemm_k)
     versions = [grad._version for grad in grads]
     backward(layer, 0, is_first_microbatch=True)
     backward(layer, 1, is_first_microbatch=False)

@@ -1,5 +1,5 @@
 """Grouped layers whose weights stand as plain codes, on the calls of the native Hopper
-module, which fake_sm90_grouped.py stands in for.
+module, which fake_sm90.py stands in for.
 """
 
 from __future__ import annotations

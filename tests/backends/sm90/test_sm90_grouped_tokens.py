@@ -1,4 +1,4 @@
-"""te_mx.grouped_gemm on the calls of the native Hopper module, which fake_sm90_grouped.py
+"""te_mx.grouped_gemm on the calls of the native Hopper module, which fake_sm90.py
 stands in for."""
 
 from __future__ import annotations

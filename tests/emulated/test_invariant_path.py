@@ -1,27 +1,22 @@
-"""precision="invariant" on Hopper, with a stand-in for its native module: which kernels run, on
-which operands, and who declines."""
+"""precision="invariant" on Hopper: which kernels run, on which operands, and who declines."""
 
 from __future__ import annotations
 
-import as_on_hopper
 import pytest
 import torch
+from emulated_hopper import CALLS
 
 import te_mx
 from te_mx.autograd.linear_recipe import roles
 from te_mx.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 RECIPES = {
     "sm90_invariant": [MXFP8BlockScaling, MXFP4BlockScaling],
     "sm90_blockwise": [Float8BlockScaling],
 }
 CASES = [(name, kind(precision="invariant")) for name, kinds in RECIPES.items() for kind in kinds]
-
-
-@pytest.fixture(autouse=True)
-def calls():
-    with as_on_hopper.hopper_with_groups() as calls:
-        yield calls
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)
@@ -45,7 +40,7 @@ def test_forward_alone_runs_so(name, recipe):
 def test_both_products_of_a_block_run_so(name, recipe, activation):
     block = te_mx.LayerNormMLP(128, 256, activation=activation, params_dtype=torch.bfloat16)
     x = torch.randn(40, 128, dtype=torch.bfloat16)
-    with as_on_hopper.hopper(), te_mx.autocast(recipe=recipe):
+    with te_mx.autocast(recipe=recipe):
         block(x)
         assert [row.fprop for row in te_mx.audit(block)] == [name, name]
 
@@ -71,14 +66,15 @@ def test_inputs_are_aligned_by_the_quantizer():
 
 
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling, MXFP4BlockScaling])
-def test_groups_run_in_one_launch_or_where_the_host_knows_them(calls, recipe):
+def test_groups_run_in_one_launch_or_where_the_host_knows_them(recipe):
     layer = te_mx.GroupedLinear(2, 160, 96, bias=False)
     x, fp4 = torch.randn(40, 160, requires_grad=True), recipe is MXFP4BlockScaling
     recipe = recipe(precision="invariant")
     with te_mx.autocast(recipe=recipe):
         y = layer(x, [7, 33])
         y.square().sum().backward()
-    assert calls.count("gemm_rows") == 2 - fp4 and calls.count("gemm_k") == 1
+    along_k = [call.args.along_k for call in CALLS if call.name == "gemm_grouped"]
+    assert along_k.count(False) == 2 - fp4 and along_k.count(True) == 1
     expected = torch.cat([x[:7] @ layer.weight0.t(), x[7:] @ layer.weight1.t()])
     torch.testing.assert_close(y, expected, rtol=0.5, atol=1.5 if fp4 else 0.5)
     for drop in (False, True):

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import copy
 
-import fake_sm90_decode
-import fake_sm90_norm_rows
 import pytest
 import torch
-from as_on_hopper import hopper
+from emulated_hopper import CALLS, GATES, PRODUCTS
 from mlp_blocks import Gated, Joined
 from torch import nn
 
@@ -19,17 +17,14 @@ from te_mx.dispatch.fused import Norm
 from te_mx.nn import activations
 from te_mx.nn.guards import FUSED, ON_FROZEN, RAN
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 BF16 = torch.bfloat16
-DECODED, GATES = fake_sm90_decode.CALLS, fake_sm90_decode.GATES
-NORM_ROWS = fake_sm90_norm_rows.CALLS
 
 
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        for calls in (DECODED, GATES, NORM_ROWS):
-            calls.clear()
-        yield
+def norm_rows():
+    """Sizes of the inputs of normalizations that run in a kernel for few rows."""
+    return [(a.x.rows, a.x.cols) for name, a, _ in CALLS if name == "normalize_rows"]
 
 
 class Attention(nn.Module):
@@ -99,8 +94,8 @@ def test_a_block_and_the_normalization_before_it(mlp, drop, rows):
     x = torch.randn(*rows, 64, dtype=BF16)
     y = run(fused, x)
     count = x[..., 0].numel()
-    assert GATES == ["silu"] and [(count, 64)] == NORM_ROWS and DECODED[-1] == (count, 64, 96)
-    assert len(DECODED) == (3 if mlp is Gated else 2)
+    assert GATES == ["silu"] and norm_rows() == [(count, 64)] and PRODUCTS[-1] == (count, 64, 96)
+    assert len(PRODUCTS) == (3 if mlp is Gated else 2)
     assert fused.mlp.__dict__[RAN] == ON_FROZEN and fused.norm.__dict__[RAN] == FUSED
     assert torch.equal(y, by_steps(plain, x))
     torch.testing.assert_close(y, run(plain, x), rtol=2e-2, atol=2e-2)
@@ -114,7 +109,7 @@ def test_sizes_that_are_no_vectors():
     fused, plain = made(mlp=lambda: Gated(inner=100))
     x = torch.randn(3, 64, dtype=BF16)
     assert torch.equal(run(fused, x), by_steps(plain, x))
-    assert not GATES and DECODED[-1] == (3, 64, 100)
+    assert not GATES and PRODUCTS[-1] == (3, 64, 100)
 
 
 def test_what_changed_or_needs_gradients_runs_its_own_forward():
@@ -131,10 +126,10 @@ def test_what_changed_or_needs_gradients_runs_its_own_forward():
         torch.testing.assert_close(y, run(plain, x), rtol=2e-2, atol=2e-2)
     fused, plain = made(drop=True)
     x.requires_grad_()
-    NORM_ROWS.clear()
+    CALLS.clear()
     with te_mx.autocast():
         fused(x).sum().backward()
-    assert not GATES and not NORM_ROWS and x.grad is not None
+    assert not GATES and not norm_rows() and x.grad is not None
     with torch.no_grad():
         assert torch.equal(fused(x), run(fused, x))  # codes are all that there is
     assert GATES == ["silu"] * 2
@@ -145,7 +140,7 @@ def test_more_rows_than_are_few():
     fused, plain = made()
     x = torch.randn(65, 64, dtype=BF16)
     y = run(fused, x)
-    assert GATES == ["silu"] and DECODED[-1] == (65, 64, 96)
+    assert GATES == ["silu"] and PRODUCTS[-1] == (65, 64, 96)
     torch.testing.assert_close(y, run(plain, x), rtol=2e-2, atol=2e-2)
 
 
@@ -153,7 +148,7 @@ def test_activations_that_are_no_sigmoids_run_between_the_products():
     fused, plain = made(mlp=lambda: Gated(nn.ReLU()))
     x = torch.randn(3, 64, dtype=BF16)
     assert torch.equal(run(fused.mlp, x), run(plain.mlp, x))
-    assert not GATES and len(DECODED) == 6
+    assert not GATES and len(PRODUCTS) == 6
 
 
 def test_weights_that_change_are_seen():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import fake_sm90_decode
 import pytest
 import torch
-from as_on_hopper import hide_splits, hopper_with_groups
+from as_on_hopper import hide_splits
+from emulated_hopper import PRODUCTS
 
 import te_mx
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.kernel_log import LAST_RUN
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 N, K = 40, 136
 SPLITS = [3, 0, 5, 1]
@@ -19,13 +21,6 @@ RECIPES = {
     "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
     "fp8_block": Float8BlockScaling(),
 }
-
-
-@pytest.fixture(autouse=True)
-def calls():
-    with hopper_with_groups() as calls:
-        fake_sm90_decode.CALLS.clear()
-        yield calls
 
 
 def frozen(recipe, drop=False, **kwargs):
@@ -68,7 +63,7 @@ def test_groups_are_a_loop_of_frozen_linears(name, drop, how):
     layer, before = frozen(RECIPES[name], drop, **how)
     x = rows()
     y = run(layer, x, RECIPES[name], SPLITS)
-    assert [(len(y), N, K)] == fake_sm90_decode.CALLS
+    assert [(len(y), N, K)] == PRODUCTS
     assert LAST_RUN[layer._tag] == ("sm90_mxfp4" if name == "mxfp4" else "sm90_decode")
     assert torch.equal(y, loop(before, x, RECIPES[name]))
 
@@ -78,7 +73,7 @@ def test_splits_of_a_device_are_not_looked_at(monkeypatch):
     layer, before = frozen(RECIPES["mxfp8"])
     x = rows()
     y = run(layer, x, RECIPES["mxfp8"], torch.tensor(SPLITS, dtype=torch.int32))
-    assert len(fake_sm90_decode.CALLS) == 1
+    assert len(PRODUCTS) == 1
     assert torch.equal(y, loop(before, x, RECIPES["mxfp8"]))
 
 
@@ -86,7 +81,7 @@ def test_biases_that_are_returned_are_not_added():
     layer, before = frozen(RECIPES["mxfp8"], return_bias=True)
     x = rows()
     y, biases = run(layer, x, RECIPES["mxfp8"], SPLITS)
-    assert len(fake_sm90_decode.CALLS) == 1
+    assert len(PRODUCTS) == 1
     assert all(map(torch.equal, biases, before[len(SPLITS) :]))
     assert torch.equal(y, loop(before[: len(SPLITS)], x, RECIPES["mxfp8"]))
 
@@ -97,12 +92,12 @@ def test_inputs_as_they_are(name):
     layer = te_mx.GroupedLinear(len(SPLITS), K, N, dtype=torch.bfloat16)
     te_mx.freeze_weights(layer, drop_master=True, recipe=RECIPES[name], activations="bf16")
     for dtype, runs in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float32, 0)):
-        fake_sm90_decode.CALLS.clear()
+        PRODUCTS.clear()
         x = rows(dtype)
         with torch.no_grad():
             y = layer(x, SPLITS)
             again = torch.cat([layer(x, SPLITS)[:1] for _ in range(2)])
-        assert len(fake_sm90_decode.CALLS) == 3 * runs
+        assert len(PRODUCTS) == 3 * runs
         assert torch.equal(again, y[:1].expand(2, N)) and not y[sum(SPLITS) :].any()
 
 
@@ -113,7 +108,7 @@ def test_the_form_follows_the_weights():
     with torch.no_grad():
         layer.weight2.mul_(2)
     after = run(layer, x, RECIPES["mxfp8"], SPLITS)
-    assert len(fake_sm90_decode.CALLS) == 2
+    assert len(PRODUCTS) == 2
     third = slice(3, 8)
     assert torch.equal(after[third], 2 * before[third])
     assert torch.equal(after[:3], before[:3]) and torch.equal(after[8:], before[8:])
@@ -126,7 +121,7 @@ def test_what_it_does_not_take_runs_elsewhere():
     x = rows().requires_grad_()
     with te_mx.autocast(recipe=RECIPES["mxfp8"]):
         layer(x, SPLITS).sum().backward()
-    assert x.grad is not None and not fake_sm90_decode.CALLS
+    assert x.grad is not None and not PRODUCTS
     with torch.no_grad():
         layer.bias1 = torch.nn.Parameter(torch.zeros(N - 1, dtype=torch.bfloat16), False)
     with pytest.raises(ValueError, match="bias1"):
@@ -139,4 +134,4 @@ def test_more_rows_for_more_groups():
     te_mx.freeze_weights(layer, recipe=RECIPES["mxfp8"])
     for m in (72, 73):
         run(layer, torch.randn(m, 32).bfloat16(), RECIPES["mxfp8"], [8] * 9)
-    assert fake_sm90_decode.CALLS == [(72, 16, 32)]
+    assert PRODUCTS == [(72, 16, 32)]

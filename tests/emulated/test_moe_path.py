@@ -1,17 +1,16 @@
-"""Routed rows take the Hopper kernels: lists, products and whole mixtures over a stand-in for the
-native module, and what sends them elsewhere."""
+"""Routed rows take the Hopper kernels: lists, products and whole mixtures, and what sends them
+elsewhere."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import fake_sm90_moe
 import pytest
 import torch
-from as_on_hopper import hopper
+from emulated_hopper import called
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from moe import ROUTINGS, aligned, poisoned, product
 
@@ -21,25 +20,19 @@ from te_mx.backends.sm90.moe import HopperMoeGemm
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 HERE = Place("cuda", 0)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch):
-    """Names of the native calls, as they come."""
-    made: list[str] = []
-    for name in ("moe_gemm", "moe_align", "moe_combine"):
-        run = getattr(fake_sm90_moe, name)
-        monkeypatch.setattr(
-            fake_sm90_moe, name, lambda args, run=run, name=name: made.append(name) or run(args)
-        )
-    with hopper(fake_sm90_moe):
-        yield made
+def calls():
+    """Names of the native calls of routed rows so far."""
+    return called("moe_gemm", "moe_align", "moe_combine")
 
 
 @pytest.mark.parametrize("routing", list(ROUTINGS))
 @pytest.mark.parametrize("fmt", ["e4m3", "mxfp4"])
-def test_products_and_lists_are_native_calls(routing, fmt, calls):
+def test_products_and_lists_are_native_calls(routing, fmt):
     r = ROUTINGS[routing]
     lists = te_mx.moe.align_block_size(r.topk_ids, r.block_m, r.experts, r.expert_map)
     for mine, theirs in zip(lists, aligned(r), strict=True):
@@ -54,23 +47,23 @@ def test_products_and_lists_are_native_calls(routing, fmt, calls):
     want, _, hit = product(r, a.dequantize(), w.dequantize(), 1, weights, bias)
     torch.testing.assert_close(out[hit].double(), want[hit], rtol=1e-6, atol=1e-6)
     assert bool((out[~hit] == 7.0).all())
-    assert calls == ["moe_align", "moe_gemm"]
+    assert calls() == ["moe_align", "moe_gemm"]
 
 
-def test_plain_tokens_are_quantized_first(calls):
+def test_plain_tokens_are_quantized_first():
     r = ROUTINGS["many tokens"]
     x = torch.randn(65, 64, dtype=torch.bfloat16)
     w = te_mx.quantize(torch.randn(6, 96, 64))
     call = {"top_k": 4, "block_m": r.block_m, "out_dtype": torch.float32}
     made = te_mx.moe.grouped_gemm(x, w, *aligned(r), **call)
     assert torch.equal(made, te_mx.moe.grouped_gemm(te_mx.quantize(x), w, *aligned(r), **call))
-    assert calls == ["moe_gemm", "moe_gemm"]
+    assert calls() == ["moe_gemm", "moe_gemm"]
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "mxfp4"])
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_many_rows_an_expert_go_in_tiles(interleaved, elsewhere, fmt, calls):
+def test_many_rows_an_expert_go_in_tiles(interleaved, elsewhere, fmt):
     """The steps of a mixture, its products in tiles; beside the reference of other devices."""
     torch.manual_seed(1)
     tokens, experts, hidden, inner = 150, 4, 64, 48
@@ -84,7 +77,7 @@ def test_many_rows_an_expert_go_in_tiles(interleaved, elsewhere, fmt, calls):
     how = {"interleaved": interleaved, "expert_map": local, "biases": biases}
     call = (x, w13, w2, scores, ids, "swigluoai")
     made = te_mx.moe.fused_experts(*call, **how)
-    assert calls == ["moe_align", "moe_combine"]
+    assert calls() == ["moe_align", "moe_combine"]
     binding._problems[0] = "is not there"
     registry.forget()
     with pytest.warns(te_mx.FallbackWarning):
@@ -92,7 +85,7 @@ def test_many_rows_an_expert_go_in_tiles(interleaved, elsewhere, fmt, calls):
     assert float((made.float() - want).norm()) <= 2.0**-6 * float(want.norm())
 
 
-def test_a_product_of_many_rows_goes_in_tiles(calls):
+def test_a_product_of_many_rows_goes_in_tiles():
     x, w = torch.randn(150, 70), te_mx.quantize(torch.randn(3, 20, 70))
     ids = torch.rand(150, 3).argsort(1)[:, :2].int()
     ids[4, 1] = -1
@@ -100,7 +93,7 @@ def test_a_product_of_many_rows_goes_in_tiles(calls):
     scores, out = torch.rand(150, 2), torch.full((300, 20), 7.0)
     a = te_mx.quantize(x)
     te_mx.moe.grouped_gemm(a, w, *lists, top_k=2, block_m=8, out=out, mul_weight_by=scores)
-    assert calls == ["moe_align", "moe_align"]
+    assert calls() == ["moe_align", "moe_align"]
     values, flat = w.dequantize(), ids.flatten().long()
     want = (a.dequantize().repeat_interleave(2, 0).unsqueeze(1) @ values[flat].mT).squeeze(1)
     want = want * scores.view(-1, 1)
@@ -121,14 +114,14 @@ def test_a_product_of_many_rows_goes_in_tiles(calls):
         ({}, None),
     ],
 )
-def test_envelope(change, said, calls):
+def test_envelope(change, said):
     problem = Problem("moe_gemm", HERE, "mxfp8_e4m3@rows", "mxfp4@rows", 8, 48, 64, 4)
     reason = HopperMoeGemm().accepts(problem._replace(**change))
     assert reason is None if said is None else said in reason
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_slots_of_no_expert_add_nothing_and_need_no_zeros(tokens, calls, monkeypatch):
+def test_slots_of_no_expert_add_nothing_and_need_no_zeros(tokens, monkeypatch):
     """What nobody writes is NaN here; on a device no kernel fills anything before the products."""
     x = torch.randn(tokens, 64, dtype=torch.bfloat16)
     w13, w2 = te_mx.quantize(torch.randn(16, 96, 64)), te_mx.quantize(torch.randn(16, 64, 48))
@@ -145,4 +138,4 @@ def test_slots_of_no_expert_add_nothing_and_need_no_zeros(tokens, calls, monkeyp
         finally:
             torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(made, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
-    assert calls[-1] == "moe_combine"
+    assert calls()[-1] == "moe_combine"

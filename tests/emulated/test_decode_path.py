@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import copy
 
-import fake_sm90_decode
 import pytest
 import torch
-from as_on_hopper import hopper
+from emulated_hopper import CALLS, PRODUCTS
 
 import te_mx
 from te_mx import formats, layouts
@@ -17,15 +16,10 @@ from te_mx.layouts.operand import Operand
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.kernel_log import LAST_RUN
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 N, K = 52, 168
 FORMATS = "mxfp8_e4m3", "mxfp4"
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        fake_sm90_decode.CALLS.clear()
-        yield
 
 
 def frozen(w="mxfp8_e4m3", drop=False, dtype=torch.bfloat16, **kwargs):
@@ -57,9 +51,9 @@ def exact(layer_weight, bias, x, w):
 def test_how_many_rows_it_takes(drop):
     layer = frozen(drop=drop)
     for rows in (1, 32, 33, 64, 65):
-        fake_sm90_decode.CALLS.clear()
+        PRODUCTS.clear()
         run(layer, torch.randn(rows, K, dtype=torch.bfloat16))
-        assert bool(fake_sm90_decode.CALLS) == (rows <= 64), rows
+        assert bool(PRODUCTS) == (rows <= 64), rows
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -70,7 +64,7 @@ def test_few_rows_run_on_the_decode_kernel(w, drop):
     te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe_of(w))
     x = torch.randn(2, 3, K, dtype=torch.bfloat16)
     y = run(layer, x, w)
-    assert fake_sm90_decode.CALLS == [(6, N, K)]
+    assert PRODUCTS == [(6, N, K)]
     assert LAST_RUN[layer._tag] == ("sm90_mxfp4" if w == "mxfp4" else "sm90_decode")
     torch.testing.assert_close(
         y.double(), exact(weight, bias, x.view(-1, K), w).view(2, 3, N), rtol=2**-8, atol=0
@@ -87,7 +81,7 @@ def test_blockwise_fp8_runs_on_it(f32, drop):
     x = torch.randn(20, K, dtype=torch.bfloat16)
     with torch.no_grad(), te_mx.autocast(recipe=recipe):
         y = layer(x)
-    assert fake_sm90_decode.CALLS == [(20, 2 * N, K)]
+    assert PRODUCTS == [(20, 2 * N, K)]
     sides = []
     for values, name in ((x, "fp8_e4m3_1x128"), (weight, "fp8_e4m3_128x128")):
         fmt = formats.get(name)
@@ -103,7 +97,9 @@ def test_exact_products_are_asked_for():
         te_mx.freeze_weights(layer, recipe=recipe)
         with torch.no_grad(), te_mx.autocast(recipe=recipe):
             layer(torch.randn(2, K, dtype=torch.bfloat16))
-        assert fake_sm90_decode.EXACT[-1] == (precision == "exact")
+        (asked,) = (call.args for call in CALLS if call.name == "decode")
+        assert asked.exact == (precision == "exact")
+        CALLS.clear()
 
 
 def test_strided_rows_and_other_dtypes_and_no_bias():
@@ -111,7 +107,7 @@ def test_strided_rows_and_other_dtypes_and_no_bias():
         layer = frozen(dtype=dtype, bias=False)
         x = torch.randn(K, 5, dtype=dtype).t()
         assert torch.equal(run(layer, x), run(layer, x.contiguous()))
-    assert len(fake_sm90_decode.CALLS) == 4
+    assert len(PRODUCTS) == 4
 
 
 def test_gradients_and_plain_modules_run_as_ever():
@@ -121,7 +117,7 @@ def test_gradients_and_plain_modules_run_as_ever():
     assert x.grad is not None
     te_mx.unfreeze_weights(layer)
     run(layer, x)
-    assert fake_sm90_decode.CALLS == []
+    assert PRODUCTS == []
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -161,12 +157,12 @@ def test_a_capture_makes_no_form(monkeypatch):
     capturing = "te_mx.weights.decode.capturing"
     monkeypatch.setattr(capturing, lambda device: True)
     run(layer, x)
-    assert fake_sm90_decode.CALLS == []
+    assert PRODUCTS == []
     monkeypatch.setattr(capturing, lambda device: False)
     run(layer, x)
     monkeypatch.setattr(capturing, lambda device: True)
     run(layer, x)
-    assert len(fake_sm90_decode.CALLS) == 2
+    assert len(PRODUCTS) == 2
     assert layer._source.decode_weights.in_graphs == [
         layer._source.decode_weights.made["weight"].weight
     ]
@@ -179,7 +175,7 @@ def test_scales_that_fp32_sums_do_not_hold_run_elsewhere():
     te_mx.freeze_weights(layer, recipe=MXFP8BlockScaling())
     with torch.no_grad(), te_mx.autocast(recipe=MXFP8BlockScaling()):
         layer(torch.randn(2, K))
-    assert fake_sm90_decode.CALLS == []
+    assert PRODUCTS == []
 
 
 @pytest.mark.parametrize("lies", ["rows", "sm90:8"])
@@ -219,11 +215,11 @@ def test_inputs_as_they_are(w):
     fmt = formats.get(w)
     exact_weight = fmt.dequantize(*fmt.quantize(weight, "rceil"), K, torch.float64)
     for dtype, runs in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
-        fake_sm90_decode.CALLS.clear()
+        PRODUCTS.clear()
         x = torch.randn(3, K, dtype=dtype)
         with torch.no_grad():
             y = layer(x)
-        assert bool(fake_sm90_decode.CALLS) == runs and y.dtype == dtype
+        assert bool(PRODUCTS) == runs and y.dtype == dtype
         torch.testing.assert_close(
             y.double(), x.double() @ exact_weight.t() + bias, rtol=2**-8, atol=1e-5
         )

@@ -13,7 +13,7 @@ def test_a_row_is_what_the_code_does(mode, threads):
     if mode.startswith("experts"):
         pytest.importorskip("transformers", minversion="5.0")
     threads(1)
-    assert ROWS[f"| {mode}"] == row(mode), "run tests/contract/native_modes.py"
+    assert ROWS[f"| {mode}"] == row(mode), "run tests/emulated/native_modes.py"
 
 
 def test_nothing_runs_on_the_reference():

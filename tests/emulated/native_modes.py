@@ -1,11 +1,12 @@
 """What runs natively on Hopper under which recipe and in which mode: the table of docs/modes.md.
 
-    PYTHONPATH=.:tests/helpers python tests/contract/native_modes.py          writes it
-    PYTHONPATH=.:tests/helpers python tests/contract/native_modes.py --check  fails where it differs
+    PYTHONPATH=.:tests/helpers python tests/emulated/native_modes.py
+
+writes it where TE_MX_EMULATED names the emulated module; with --check it fails where it differs.
 
 Each cell is a forward and a backward pass of a small module on the kernels that the registry picks
-for a Hopper GPU, whose native module fake_sm90*.py stand in for: its native calls, forward +
-backward, and the ops that ran on the plain torch reference, if any did.
+for a Hopper GPU, which the emulated ones run: its native
+calls, forward + backward, and the ops that ran on the plain torch reference, if any did.
 """
 
 from __future__ import annotations
@@ -14,16 +15,12 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import as_on_hopper
-import fake_sm90
-import fake_sm90_grouped
-import pytest
 import torch
+from emulated_hopper import CALLS, hopper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,69 +35,38 @@ Step = Callable[[Tensor], Tensor]
 RECIPES = list(te_mx.recipe.NAMED)
 
 
+HOST_ONLY = {
+    "available", "packed_bytes", "upload_ends", "linear_offsets", "norm_partial_sums",
+    "norm_counters", "nvfp4_multiplies", "capture_number",
+}  # fmt: skip
+
+
 class Watch:
     """The native calls of a pass, and the ops that the reference ran."""
 
     def __init__(self) -> None:
-        self.native, self.depth = 0, 0
         self.reference: set[str] = set()
-
-    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.native += self.depth == 0  # those inside of a sequence are one call
-            self.depth += 1
-            try:
-                return run(*args)
-            finally:
-                self.depth -= 1
-
-        return call
 
     def noted(self, op: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if self.depth == 0:  # a stand-in asks the reference what its kernel makes
-                self.reference.add(op)
+            self.reference.add(op)
             return run(*args)
 
         return call
 
     def taken(self) -> int:
-        made, self.native = self.native, 0
-        return made
-
-
-_HOST_ONLY = (
-    "available", "packed_bytes", "upload_ends", "linear_offsets", "norm_partial_sums",
-    "norm_counters", "decode_workspace", "sequence", "nvfp4_multiplies",
-)  # fmt: skip
-
-
-def stand_in(watch: Watch) -> ModuleType:
-    """The calls of both stand-ins as one module, counted."""
-    made = ModuleType("sm90")
-    made.__getattr__ = fake_sm90.__getattr__
-    for source in (fake_sm90, fake_sm90_grouped):
-        for name, value in vars(source).items():
-            launches = type(value).__name__ == "function" and not name.startswith("_")
-            if launches and name not in _HOST_ONLY and "bytes" not in name:
-                value = watch.counted(value)
-            setattr(made, name, value)
-
-    class Sequence(fake_sm90.Sequence):
-        def run(self, *arguments: int) -> int:
-            return watch.counted(super().run)(*arguments)
-
-    made.sequence = lambda steps, device, count: Sequence(steps, count)
-    return made
+        names = [call.name for call in CALLS]
+        CALLS.clear()
+        asked = ("bytes", "workspace")
+        return sum(n not in HOST_ONLY and not n.endswith(asked) for n in names)
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Hopper's kernels on this machine, with what they run noted."""
     watch = Watch()
-    with ExitStack() as stack, warnings.catch_warnings():
+    with warnings.catch_warnings(), hopper() as patch:
         warnings.simplefilter("ignore")
-        patch: pytest.MonkeyPatch = stack.enter_context(as_on_hopper.hopper(stand_in(watch)))
         for op in kernels.ops():
             last = kernels.kernels(op)[-1]
             if last.name == "reference" and hasattr(last, "run"):

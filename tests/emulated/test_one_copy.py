@@ -7,14 +7,13 @@ import gc
 import io
 import weakref
 
-import as_on_hopper
-import fake_sm90
 import pytest
 import torch
+from emulated_hopper import CALLS, PRODUCTS, hopper
 from torch import nn
 
 import te_mx
-from te_mx.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
 
 MX = {"mxfp8_e4m3": 1.04, "mxfp4": 0.54, "fp8_e4m3_128x128": 1.04}
 ROWS = (1, 16, 64, 96, 512)
@@ -70,7 +69,6 @@ def run(module: nn.Module, rows: int, fmt: str) -> torch.Tensor:
 @pytest.mark.parametrize("fmt", MX)
 @pytest.mark.parametrize("drop", [True, False])
 def test_one_copy_whatever_is_called(fmt, kind, drop):
-    hopper = as_on_hopper.hopper_with_groups if kind == "grouped" else as_on_hopper.hopper
     with hopper():
         module = layer(fmt, kind)
         numbers = sum(p.numel() for p in module.parameters())
@@ -102,7 +100,7 @@ def test_codes_go_from_device_to_device(fmt):
         for key, value in expected.items():
             assert torch.equal(value.view(torch.uint8), state[key].view(torch.uint8)), key
 
-    with as_on_hopper.hopper():
+    with hopper():
         module = layer(fmt)
         te_mx.freeze_weights(module, recipe=recipe(fmt), drop_master=True)
         same(module)
@@ -133,7 +131,7 @@ def test_gradients_are_those_of_the_plain_codes(precision):
     rule = MXFP8BlockScaling(precision=precision)
     made = []
     for lies in (True, False):
-        with as_on_hopper.hopper(), pytest.MonkeyPatch.context() as patch:
+        with hopper(), pytest.MonkeyPatch.context() as patch:
             module = layer("mxfp8_e4m3")
             if not lies:
                 patch.setattr("te_mx.backends.sm90.rest.Frozen.accepts", lambda *_: "no")
@@ -151,7 +149,7 @@ def test_gradients_are_those_of_the_plain_codes(precision):
 
 
 def test_what_the_layer_says():
-    with as_on_hopper.hopper():
+    with hopper():
         module = layer("mxfp8_e4m3")
         te_mx.freeze_weights(module, drop_master=True)
         assert "lies as mxfp8_e4m3@sm90_frozen, 1.03 bytes a parameter" in repr(module)
@@ -159,7 +157,7 @@ def test_what_the_layer_says():
 
 def test_masters_go_layer_by_layer():
     """While a model is frozen no more than a layer is there twice."""
-    with as_on_hopper.hopper():
+    with hopper():
         model = nn.Sequential(*[layer("mxfp8_e4m3") for _ in range(4)])
         one = 256 * 512
         masters = [weakref.ref(m.weight) for m in model]
@@ -177,12 +175,55 @@ def test_masters_go_layer_by_layer():
     assert held(model) <= 4 * 1.04 * one
 
 
-def test_codes_alone_cut_k_where_tiles_are_few(monkeypatch):
+def test_codes_alone_cut_k_where_tiles_are_few():
     """Training's forward does so only where its recipe asks."""
-    told, gemm = [], fake_sm90.gemm
-    monkeypatch.setattr(fake_sm90, "gemm", lambda args: told.append(args.parts) or gemm(args))
-    with as_on_hopper.hopper():
+    with hopper():
         module = te_mx.Linear(8192, 256, bias=False, params_dtype=torch.bfloat16)
         te_mx.freeze_weights(module, fmt="mxfp4", drop_master=True)
         module(torch.randn(96, 8192, dtype=torch.bfloat16, requires_grad=True))
-    assert len(told) == 1 and told[0] > 1
+    (parts,) = (call.args.parts for call in CALLS if call.name == "gemm" and call.status == 0)
+    assert parts > 1
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_few_rows_read_the_same_bytes(drop):
+    with hopper():
+        module = te_mx.Linear(512, 256, dtype=torch.bfloat16)
+        te_mx.freeze_weights(module, drop_master=drop)
+        first = "mxfp8_e4m3@sm90_frozen" if drop else "mxfp8_e4m3@sm90:8"
+        assert f"lies as {first}, 1.0" in repr(module)
+        with torch.no_grad(), te_mx.autocast():
+            module(torch.randn(2, 512, dtype=torch.bfloat16))
+        assert PRODUCTS
+        (row,) = te_mx.audit(module)
+        assert row.lies.startswith(f"lies as {first}, 1.0")
+        assert row.lies in repr(module)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_frozen_weights_are_unpacked_at_each_call(kind, threads):
+    """Codes stay two a byte; the product is that of the layer before it was frozen."""
+    threads(1)
+    x, recipe = torch.randn(100, 72), BlockScaling(x="mxfp8_e4m3", w="mxfp4")
+    splits = ([60, 0, 40],) if kind == "GroupedLinear" else ()
+    with hopper(), torch.no_grad():
+        module = te_mx.GroupedLinear(3, 72, 41) if splits else te_mx.Linear(72, 41)
+        with te_mx.autocast(recipe=recipe):
+            want = module(x, *splits)
+            te_mx.freeze_weights(module, drop_master=True, recipe=recipe)
+            assert torch.equal(module(x, *splits), want)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_codes_of_4_bits_under_another_recipe(kind):
+    """Their format is not the one of the recipe that runs."""
+    grouped = kind == "GroupedLinear"
+    with hopper(), torch.no_grad():
+        module = te_mx.GroupedLinear(3, 70, 41) if grouped else te_mx.Linear(70, 41)
+        recipe = BlockScaling(w="mxfp4")
+        te_mx.freeze_weights(module, drop_master=True, recipe=recipe)
+        x, made = torch.randn(300, 70), []
+        for one in (MXFP8BlockScaling(), recipe):
+            with te_mx.autocast(recipe=one):
+                made.append(module(x, *([[100, 0, 200]] if grouped else [])))
+        assert torch.equal(*made) and len(PRODUCTS) == 2

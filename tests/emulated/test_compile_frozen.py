@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import copy
 
-import fake_sm90_decode
 import pytest
 import torch
-from as_on_hopper import hopper, hopper_with_groups
+from emulated_hopper import PRODUCTS, hopper
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -40,7 +39,6 @@ KINDS = {
 def on_hopper():
     torch._dynamo.reset()
     with hopper():
-        fake_sm90_decode.CALLS.clear()
         yield
     torch._dynamo.reset()
 
@@ -89,8 +87,8 @@ def same(got, expected):
 
 
 def calls():
-    made = list(fake_sm90_decode.CALLS)
-    fake_sm90_decode.CALLS.clear()
+    made = list(PRODUCTS)
+    PRODUCTS.clear()
     return made
 
 
@@ -395,12 +393,12 @@ SPLITS = [3, 0, 5, 1]
     ids=str,
 )  # fmt: skip
 def test_groups(recipe, how):
-    with hopper_with_groups():
+    with hopper():
         check_groups(recipe, **how)
 
 
 def test_changes_of_groups_are_seen_at_many_rows():
-    with hopper_with_groups():
+    with hopper():
         layer = te_mx.GroupedLinear(3, K, N, dtype=BF16)
         te_mx.freeze_weights(layer)
         check_changes(layer, False, torch.tensor([50, 0, 40]))

@@ -1,11 +1,13 @@
-"""Training in NVFP4 on Hopper, with a stand-in for the native module: no step falls back, results
-are those of the reference, and what waits for backward is codes."""
+"""Training in NVFP4 on Hopper: no step falls back, results are those of the reference, and what
+waits for backward is codes."""
 
 from __future__ import annotations
 
-import as_on_hopper
+import emulated_hopper
 import pytest
 import torch
+from grouped_cases import RECIPES as RECIPES_OF_GROUPS
+from grouped_cases import assert_same_as_loop, loop_of
 
 import te_mx
 from te_mx import formats
@@ -51,7 +53,7 @@ def step(layer, recipe):
 def test_a_step_is_that_of_the_reference(kind, recipe):
     layer = KINDS[kind]()
     expected = step(layer, recipe)
-    with as_on_hopper.hopper():  # where a fallback fails
+    with emulated_hopper.hopper():  # where a fallback fails
         made = step(layer, recipe)
         ran = {gemm for one in te_mx.audit(layer) for gemm in (one.fprop, one.dgrad, one.wgrad)}
     assert ran - {"high precision"} == {"sm90_nvfp4"}
@@ -67,7 +69,7 @@ def test_frozen_weights_and_quantized_inputs(inputs, precision):
     te_mx.freeze_weights(layer, recipe=recipe, drop_master=True, fmt="nvfp4", activations=inputs)
     with torch.no_grad():
         expected = layer(x)
-        with as_on_hopper.hopper():
+        with emulated_hopper.hopper():
             made = layer(x)
             ran = te_mx.audit(layer)["(root)"].fprop
             assert ran == ("fp8" if precision == "fp8" else "sm90_nvfp4")
@@ -78,7 +80,7 @@ def test_groups_whose_ends_the_device_knows_are_multiplied_by_triton(monkeypatch
     """Chosen as ops choose; Triton need not be here."""
     monkeypatch.setattr(triton, "missing", lambda: None)
     place, values = Place("cuda", 0), "nvfp4@sm90_bf16"
-    with as_on_hopper.hopper():
+    with emulated_hopper.hopper():
         for op, lhs, rhs in (
             ("gemm_rows", values, "nvfp4_16x16@sm90_bf16"),
             ("gemm_rows", "mxfp8_e4m3@rows", "nvfp4@rows"),
@@ -89,9 +91,19 @@ def test_groups_whose_ends_the_device_knows_are_multiplied_by_triton(monkeypatch
             assert planned_problem(problem._replace(ends="host"))[0].name == "sm90_nvfp4"
 
 
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # of groups that share no launch
+@pytest.mark.parametrize("splits", [[3, 0, 130], [0, 1, 40, 2]], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_groups_equal_a_loop(splits, bias):
+    layer = te_mx.GroupedLinear(len(splits), 64, 33, bias, dtype=BF16)
+    x = torch.randn(sum(splits) + 3, 64).to(BF16)
+    with emulated_hopper.hopper(), te_mx.autocast(recipe=RECIPES_OF_GROUPS["nvfp4"]):
+        assert_same_as_loop(layer, loop_of(layer), x, splits)
+
+
 def test_inputs_wait_as_codes():
     layer, x = te_mx.Linear(128, 64, params_dtype=BF16), torch.randn(256, 128, dtype=BF16)
-    with as_on_hopper.hopper(), te_mx.autocast(recipe=NVFP4BlockScaling()):
+    with emulated_hopper.hopper(), te_mx.autocast(recipe=NVFP4BlockScaling()):
         y = layer(x.requires_grad_())
     saved = [t for t in y.grad_fn.saved_tensors if t is not None]
     beside = sum(t.nbytes for t in saved if t.dtype == torch.uint8) - x.numel() * 9 // 16

@@ -3,14 +3,15 @@ kernel of Hopper, with the numbers of a normalization, te_mx.Linear and an activ
 
 from __future__ import annotations
 
-import fake_sm90_decode
 import pytest
 import torch
-from as_on_hopper import hopper
+from emulated_hopper import PRODUCTS
 
 import te_mx
 from te_mx.nn import activations
 from te_mx.recipe import BlockScaling, Float8BlockScaling
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 H, F = 72, 136
 BF16 = torch.bfloat16
@@ -18,13 +19,6 @@ RECIPES = {
     "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
     "fp8_block": Float8BlockScaling(),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_hopper():
-    with hopper():
-        fake_sm90_decode.CALLS.clear()
-        yield
 
 
 def run(layer, x, recipe):
@@ -62,7 +56,7 @@ def test_a_normalization_and_a_linear(name, drop):
     before = held(layer)
     te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
     y, z = run(layer, torch.randn(2, 3, H, dtype=BF16), recipe)
-    assert fake_sm90_decode.CALLS == [(6, F, H)]
+    assert PRODUCTS == [(6, F, H)]
     assert torch.equal(y, run(linear(before["weight"], before["bias"], recipe), z, recipe))
     report = te_mx.audit(layer)
     assert ("sm90_mxfp4" if name == "mxfp4" else "sm90_decode") in str(report)
@@ -77,7 +71,7 @@ def test_activations_run_inside_of_the_first_product(act, drop):
     before = held(layer)
     te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
     y, z = run(layer, torch.randn(5, H, dtype=BF16), recipe)
-    assert fake_sm90_decode.CALLS == [(5, F, H), (5, H, F)]
+    assert PRODUCTS == [(5, F, H), (5, H, F)]
     one = linear(before["fc1_weight"].float(), before["fc1_bias"].float(), recipe)
     h = run(one, z.float(), recipe)
     a = activations.plain(h, layer._act).to(BF16)
@@ -94,7 +88,7 @@ def test_gated_activations_run_between_the_products(act):
     before = held(layer)
     te_mx.freeze_weights(layer, recipe=recipe)
     y, z = run(layer, torch.randn(5, H, dtype=BF16), recipe)
-    assert fake_sm90_decode.CALLS == [(5, 2 * F, H), (5, H, F)]
+    assert PRODUCTS == [(5, 2 * F, H), (5, H, F)]
     h = run(linear(before["fc1_weight"], None, recipe), z, recipe)
     a = activations.plain(h.float(), layer._act).to(BF16)
     assert torch.equal(y, run(linear(before["fc2_weight"], None, recipe), a, recipe))
@@ -107,7 +101,7 @@ def test_inputs_as_they_are():
     te_mx.freeze_weights(layer, drop_master=True, recipe=recipe, activations="bf16")
     with torch.no_grad():
         y, z = layer(x)
-        assert fake_sm90_decode.CALLS == [(5, F, H), (5, H, F)]
+        assert PRODUCTS == [(5, F, H), (5, H, F)]
         first, second = (
             linear(before[f"{i}_weight"], before[f"{i}_bias"], recipe, activations="bf16")
             for i in ("fc1", "fc2")
@@ -126,4 +120,4 @@ def test_what_needs_gradients_or_has_more_rows_runs_elsewhere():
         run(layer, torch.randn(300, H, dtype=BF16), recipe)
         te_mx.unfreeze_weights(layer)
         run(layer, x, recipe)
-    assert not fake_sm90_decode.CALLS
+    assert not PRODUCTS
