@@ -78,11 +78,10 @@ def convert_model(
             quantize their result for the converted layers that read it; the output projection of
             sdpa and flash attention keeps the tensor that attention keeps for backward anyway; the
             loss of Transformers' language models goes over parts of the tokens, with the same bits;
-            in compiled code the tables of rotary embeddings are written once, and sdpa attention
-            gets no mask where eager code makes none: the model was given neither mask nor positions
-            nor a cache. What a module computes is found out by running its forward on stand-ins for
-            its layers. A block whose layers something replaces, hooks or freezes later runs its own
-            forward again, and `te_mx.audit` says so.
+            in compiled code the tables of rotary embeddings are written once. What a module
+            computes is found out by running its forward on stand-ins for its layers. A block whose
+            layers something replaces, hooks or freezes later runs its own forward again, and
+            `te_mx.audit` says so.
 
             Layers that follow each other in an nn.Sequential become one module: normalization +
             Linear a te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear back to the first

@@ -1,7 +1,6 @@
 """convert_model(fuse=True) where layers stay where they are, in models of any making: blocks,
 normalizations and attentions get a class in place, and no name changes."""
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from te_mx.fusion.norms import FoundNorm, plan_norms
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn.guards import RAN, hooked
 from te_mx.nn.linear import Linear
-from te_mx.runtime import compiled
 
 # ------------------------------------------------------------------------------------------ tables
 # Rotary embeddings, whose tables of cosines and sines compiled code writes once. torch.compile
@@ -27,34 +25,30 @@ from te_mx.runtime import compiled
 # sines and a cosine for each element take three to five times as long as reading the tables. They
 # are known by what they hold: frequencies under the name that all libraries give them, and neither
 # parameters nor submodules. Whatever else that were, storing its result changes no value.
-ATTRIBUTE = "_te_mx_traced"
+ATTRIBUTE = "_te_mx_tables"
 
 
-class TracedPlan(NamedTuple):
+class TablesPlan(NamedTuple):
     """One of the layers of the model, whose recipe counts."""
 
     beside: nn.Linear
 
 
-class Traced(Reclassed):
-    """Base of mixins that do something in compiled code of a region."""
-
-    def _is_traced(self) -> bool:
-        beside: Any = self.__dict__[ATTRIBUTE].beside
-        return is_tracing() and type(beside) is Linear and beside._settings() is not None
-
-
-class StoredTables(Traced):
+class StoredTables(Reclassed):
     """Mixin in front of the class of a module."""
 
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
         made = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not self._is_traced():
+        if not is_tracing() or not self._in_region():
             return made
         if type(made) is tuple and all(_is_table(one) for one in made):
             return tuple([stored(one) for one in made])
         return stored(made) if _is_table(made) else made
+
+    def _in_region(self) -> bool:
+        beside: Any = self.__dict__[ATTRIBUTE].beside
+        return type(beside) is Linear and beside._settings() is not None
 
 
 def _is_table(made: Any) -> bool:
@@ -65,19 +59,19 @@ def _is_table(made: Any) -> bool:
 _FREQUENCIES = "inv_freq"
 
 
-class InTraces(NamedTuple):
-    """A module that is to do something in compiled code."""
+class Tables(NamedTuple):
+    """A module whose results are tables."""
 
     module: nn.Module
-    plan: TracedPlan
+    plan: TablesPlan
 
 
 def plan_tables(
     model: nn.Module, converts: Collection[nn.Module]
-) -> tuple[list[Fusion], list[InTraces]]:
+) -> tuple[list[Fusion], list[Tables]]:
     """The report and what to fuse. converts: the layers that are te_mx.Linear afterwards."""
     found: list[Fusion] = []
-    tables: list[InTraces] = []
+    tables: list[Tables] = []
     beside = next((module for module in model.modules() if module in converts), None)
     for name, module in model.named_modules():
         frequencies = module._buffers.get(_FREQUENCIES)
@@ -88,98 +82,8 @@ def plan_tables(
             continue
         what = f"{type(module).__name__}: its tables are written once in compiled code"
         found.append(Fusion(name or "(root)", str(2 * len(frequencies)), what, ""))
-        tables.append(InTraces(module, TracedPlan(beside)))
+        tables.append(Tables(module, TablesPlan(beside)))
     return found, tables
-
-
-# ------------------------------------------------------------------------------------------- masks
-# Attention masks of Transformers that say "causal" and nothing else. Eager code makes none of them:
-# it looks at the positions, finds one sequence a row, and leaves the rest to is_causal. Compiled
-# code cannot look and makes the mask, with which attention takes three times as long (NVIDIA H200,
-# 16 heads of 128, 2048 tokens). Where a caller gives neither mask nor positions nor a cache there
-# is nothing to look at: the model, which sees that, says so, and its attentions leave the mask out.
-_PLAIN = "te_mx_plain"
-_GIVEN = ("attention_mask", "position_ids", "cache_position", "past_key_values")
-_MAKES = {"create_causal_mask", "create_sliding_window_causal_mask"}
-_CHANGES = {"and_mask_function", "or_mask_function", "block_sequence_ids"}
-
-
-class SaysPlain(Traced):
-    """Mixin in front of the class of a model that makes the masks of its attentions."""
-
-    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
-        given = len(args) > 1 or any(kwargs.get(name) is not None for name in _GIVEN)
-        if not given and self._is_traced() and not compiled.exporting() and self._are_there():
-            kwargs[_PLAIN] = True
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    def _are_there(self) -> bool:
-        layers: Any = self._modules["layers"]  # type: ignore[attr-defined]
-        return all(
-            any(isinstance(child, LeavesMask) for child in layer.children()) for layer in layers
-        )
-
-
-class LeavesMask(Reclassed):
-    """Mixin in front of the class of one of these attentions."""
-
-    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
-        if kwargs.pop(_PLAIN, False) and kwargs.get("is_causal") is not False and self._is_plain():
-            kwargs["attention_mask"] = None
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    def _is_plain(self) -> bool:
-        config: Any = self.config  # type: ignore[attr-defined]
-        return bool(config._attn_implementation == "sdpa" and self.is_causal)  # type: ignore[attr-defined]
-
-
-def _masks_alone(module: nn.Module) -> bool:
-    """Whether causal masks, perhaps with windows, are all that its forward makes: by its names."""
-    code = inspect.unwrap(type(module).forward).__code__
-    keywords = {word for one in code.co_consts if isinstance(one, tuple) for word in one}
-    makes = {name for name in code.co_names if name.startswith("create_")}
-    return "create_causal_mask" in makes and makes <= _MAKES and not keywords & _CHANGES
-
-
-def _hands_on(module: nn.Module) -> bool:
-    """Whether its forward takes keyword arguments that it does not know, for others."""
-    found = inspect.signature(type(module).forward).parameters.values()
-    return any(one.kind is one.VAR_KEYWORD for one in found)
-
-
-def _sees_all(attention: nn.Module) -> bool:
-    """Whether it has no window."""
-    config = getattr(attention, "config", None)
-    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
-    return hasattr(attention, "is_causal") and window is None
-
-
-def plan_masks(
-    model: nn.Module, outputs: Collection[nn.Module]
-) -> tuple[list[Fusion], list[InTraces], list[InTraces]]:
-    """The report, the models and their attentions, which are those that `plan_outputs` found."""
-    found: list[Fusion] = []
-    models: list[InTraces] = []
-    attentions: list[InTraces] = []
-    for name, module in model.named_modules():
-        layers: Any = module._modules.get("layers")
-        if not isinstance(layers, nn.ModuleList) or isinstance(module, Reclassed):
-            continue
-        if not _masks_alone(module) or not all(map(_hands_on, (module, *layers))):
-            continue
-        mine = [
-            InTraces(attention, TracedPlan(last))  # type: ignore[arg-type]
-            for layer in layers for attention in layer.children() for last in attention.children()
-            if last in outputs and _sees_all(attention) and not isinstance(attention, Reclassed)
-        ]  # fmt: skip
-        if len(mine) == len(layers) > 0:
-            what = f"{type(module).__name__}: no masks in compiled code that say causal alone"
-            found.append(Fusion(name or "(root)", "", what, ""))
-            models.append(InTraces(module, mine[0].plan))
-            attentions += mine
-    return found, models, attentions
 
 
 # ----------------------------------------------------------------------------------------- outputs
@@ -314,21 +218,17 @@ class InPlace(NamedTuple):
     blocks: list[Block]
     norms: list[FoundNorm]
     outputs: list[nn.Module]
-    tables: list[InTraces]
+    tables: list[Tables]
     losses: list[Any]
-    masks: list[InTraces]
-    attentions: list[InTraces]
 
 
-NOTHING = InPlace([], [], [], [], [], [], [])
-# Classes that blocks, norms and others get, the attribute that holds the plan of a module,
+NOTHING = InPlace([], [], [], [], [])
+# Classes that blocks, norms and tables get, the attribute that holds the plan of a module,
 # and those that it gets in use.
 _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (fused_mlp.FusedBlock, fused_mlp.ATTRIBUTE, (RAN,)),
     (fused_norm.FusedNorm, fused_norm.ATTRIBUTE, (RAN, fused_norm.READ)),
     (StoredTables, ATTRIBUTE, ()),
-    (SaysPlain, ATTRIBUTE, ()),
-    (LeavesMask, ATTRIBUTE, ()),
 )
 
 
@@ -350,10 +250,9 @@ def plan_in_place(
     normalizations, norms = plan_norms(model, converts, modules)
     attentions, outputs = plan_outputs(model, converts)
     rotary, tables = plan_tables(model, converts)
-    masks, *unmasked = plan_masks(model, outputs)
     losses, models = plan_losses(model) if converts else ([], [])
-    plan = InPlace(blocks, norms, outputs, tables, models, *unmasked)
-    return found + normalizations + attentions + rotary + masks + losses, plan
+    plan = InPlace(blocks, norms, outputs, tables, models)
+    return found + normalizations + attentions + rotary + losses, plan
 
 
 def fuse_in_place(plan: InPlace) -> None:
@@ -365,9 +264,7 @@ def fuse_in_place(plan: InPlace) -> None:
             layer.input_is_made_again = True  # type: ignore[assignment]
     for model in plan.losses:
         model.loss_function = causal_lm_loss
-    all_found: tuple[list[Any], ...] = (
-        plan.blocks, plan.norms, plan.tables, plan.masks, plan.attentions
-    )  # fmt: skip
+    all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.tables
     for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
         for module, its_plan, *_ in found:
             module.__dict__[attribute] = its_plan

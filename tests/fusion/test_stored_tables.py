@@ -141,7 +141,7 @@ def test_copies_and_the_way_back():
             made(given())
         assert count(graphs.fw_graphs) == [2]
     te_mx.revert_model(model)
-    assert type(model.rotary) is Rotary and not vars(model.rotary).get("_te_mx_traced")
+    assert type(model.rotary) is Rotary and not vars(model.rotary).get("_te_mx_tables")
 
 
 def test_layers_of_llama_read_the_same_tables():
