@@ -179,9 +179,8 @@ def _why_nothing(report: ConversionReport) -> str:
 # What a converted layer keeps on its instance beyond what it had.
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
-    "keeps_given_input", "input_is_made_again", "delay_wgrad_compute", "_converted", "_bound",
-    "_bound_plain", "_seen", "_ran", "_source", "_claim", "_split", "_tag", "_delayed",
-    "_wgrad_hooks", "_gate",
+    "keeps_given_input", "delay_wgrad_compute", "_converted", "_bound", "_bound_plain", "_seen",
+    "_ran", "_source", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")

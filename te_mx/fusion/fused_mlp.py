@@ -121,7 +121,6 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
         )
     tags = tuple([layer._tag_now() for layer in layers])
     save_x = any(layer.save_original_input for layer in first)
-    save_x = save_x or (is_tracing() and first[0].input_is_made_again)
     codes: tuple[Any, ...] = ()
     if is_gathered(w2):
         found = [(layer, above.distributed.codes_of(layer, settings)) for layer in layers]

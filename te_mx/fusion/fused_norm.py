@@ -2,14 +2,12 @@
 
 It keeps its class as a base. In MXFP8 and in eager mode it is one step (autograd/norm.py), which
 keeps no copies of its input for backward and, where linear layers read its result, makes their
-quantized input in the same read. Elsewhere its own forward runs; torch.compile fuses it, and makes
-what layers quantize again in backward."""
+quantized input in the same read. Elsewhere its own forward runs; torch.compile fuses it."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from te_mx._ops import Target
 from te_mx.autograd import linear_recipe
@@ -20,7 +18,6 @@ from te_mx.dispatch.fused import Norm
 from te_mx.fusion.class_swap import Reclassed
 from te_mx.nn.guards import FUSED, RAN, VALUES, changed, why_not_given
 from te_mx.nn.linear import Linear
-from te_mx.runtime import compiled
 
 ATTRIBUTE = "_te_mx_norm"
 READ = "_te_mx_norm_read"  # whether codes that it made were read, once that is known
@@ -54,16 +51,7 @@ class FusedNorm(Reclassed):
             self.__dict__[RAN] = reason
             if target is not None:
                 return self._run(args[0], target)
-        if is_tracing() and self._is_made_again():
-            return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)  # type: ignore[misc]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    def _is_made_again(self) -> bool:
-        """Whether compiled code makes its result again in backward, of the residual stream that is
-        kept anyway: the layers behind it keep no codes of it then (Sourced.input_is_made_again)."""
-        reader: Any = self.__dict__[ATTRIBUTE].reader
-        again = torch.is_grad_enabled() and type(reader) is Linear and reader.input_is_made_again
-        return again and reader._settings() is not None and not compiled.exporting()
 
     def _target_or_why_not(self, x: Any) -> tuple[Target | None, str]:
         """What the readers ask for; None in high precision, or with why its own forward runs."""

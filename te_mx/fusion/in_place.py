@@ -88,7 +88,9 @@ def plan_tables(
 
 # ----------------------------------------------------------------------------------------- outputs
 # The output projection of attentions that keep their result for backward themselves: it keeps the
-# same tensor instead of codes of it, 1.03 bytes an element.
+# same tensor instead of codes of it. Compiled code, which keeps less of everything else, keeps
+# codes, 1.03 bytes an element: quantizing 16384 x 2048 takes 36 us in one read and 60 in two
+# (NVIDIA H200, 2026-11-24).
 # Attentions of Transformers whose backward reads their result, in the memory that the output
 # projection is given: (batch, tokens, heads, width), as their kernels write it. Others (eager) keep
 # something else, and codes are smaller than a tensor of its own.
@@ -259,14 +261,11 @@ def fuse_in_place(plan: InPlace) -> None:
     """Fuse what was planned."""
     for layer in plan.outputs:
         layer.keeps_given_input = True  # type: ignore[assignment]
-    for norm in plan.norms:
-        for layer in norm.reads:
-            layer.input_is_made_again = True  # type: ignore[assignment]
     for model in plan.losses:
         model.loss_function = causal_lm_loss
     all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.tables
     for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
-        for module, its_plan, *_ in found:
+        for module, its_plan in found:
             module.__dict__[attribute] = its_plan
             give(module, mixin)
 

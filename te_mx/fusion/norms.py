@@ -35,7 +35,6 @@ class FoundNorm(NamedTuple):
 
     module: nn.Module
     plan: NormPlan
-    reads: list[nn.Linear]
 
 
 class Formula(NamedTuple):
@@ -83,7 +82,7 @@ def plan_norms(
             plan = NormPlan(
                 *formula[:2], reads[0] if reads else beside, bool(reads), block, fusion_guard(child)
             )
-            norms.append(FoundNorm(child, plan, reads))
+            norms.append(FoundNorm(child, plan))
             note = f"quantized for {_name(model, reads[0])}" if reads else _NOT_QUANTIZED
             note += f": {reason}" if reason else ""
             found.append(Fusion(full, shape, f"{kind}, {note}", ""))
