@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.calls import Epilogue
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import NOT_ASKED, Problem
 
 # A backend that TE_MX_BACKEND names runs what it can in place of the native ones.
 forced = os.environ.get("TE_MX_BACKEND", "")
@@ -24,7 +24,7 @@ def why_forced() -> str | None:
     Raises ValueError for a name that no backend has."""
     if forced not in ("", "triton", "vendor"):
         raise ValueError(f'TE_MX_BACKEND must be "triton" or "vendor" or not set, got {forced!r}')
-    return f"another backend is what TE_MX_BACKEND={forced} asks for" if forced else None
+    return f"{NOT_ASKED}TE_MX_BACKEND={forced} asks for" if forced else None
 
 
 class Words(dict[_K, _V]):

@@ -375,6 +375,17 @@ def test_layers() -> None:
             assert (ran.fprop, ran.dgrad, ran.wgrad) == ("triton",) * 3, (recipe, ran)
 
 
+def test_reasons() -> None:
+    """A fallback names why Triton declines, not that others were not asked for."""
+    x = te_mx.quantize(torch.ones(4, 32, device=DEVICE), "mxfp6_e3m2")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        te_mx.gemm(x, x)
+    said = [str(one.message) for one in seen if one.category is te_mx.FallbackWarning]
+    assert len(said) == 1 and "TE_MX_BACKEND" not in said[0], said
+    assert "is slow: takes mxfp8_e4m3, " in said[0] and "not mxfp6_e3m2" in said[0], said
+
+
 def run_case(case: str) -> None:
     """A case, or a part of it."""
     name, *part = case.split("/")
