@@ -61,9 +61,11 @@ SCALE_RULES = Words(
      "te_4over6_mse": 11, "te_4over6_mse_448": 12},
 )  # fmt: skip
 TENSOR_SCALES = {"all": 0, "rows": 1, "groups": 2}  # for what each of an operand is
-# What native code calls an order (Layout in csrc/include/te_mx/types.h).
+# What native code calls an order (Layout in csrc/include/te_mx/types.h). "standing" says of an
+# operand that nobody writes it any more: of tiles of 8 bits that alone, of 4 bits how it lies, too.
 LAYOUTS = {
-    "k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4, "sm90_nvfp4": 7,
+    "k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4, "standing": 7,
+    "sm90_nvfp4": 7,
 }  # fmt: skip
 ALIGNED = {"sm90": 5, "sm90_k": 6}  # of columns in blocks of 1 x 128, as tiles of MX
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
