@@ -230,7 +230,8 @@ def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
 
 def _held(args: tuple[Any, ...]) -> Operand:
     """Of the arguments of both ops below: codes to k, a word, perhaps tensor scales."""
-    return Operand(*args[:5], None, *args[6:])
+    codes, scales, spec, rows, k, _, *whole = args
+    return Operand(codes, scales, spec, rows, k, None, *whole)
 
 
 def _dequantize(*args: Any) -> Tensor:
