@@ -2,7 +2,7 @@
 converted layers read what they return.
 
 What a module computes is found out on numbers: its own forward against the formulas, in fp32. Who
-reads it is found out by running the module that holds it on stand-ins (probe.py)."""
+reads it is found out by running the module that holds it on stand-ins."""
 
 import inspect
 import itertools
