@@ -161,8 +161,20 @@ class FP8GlobalStateManager(metaclass=_Absent):
 
     @staticmethod
     def is_fp8_available() -> tuple[bool, str]:
-        """(whether recipes of FP8, MXFP8, blockwise FP8 and NVFP4 can run here, why not): always,
-        so (True, "")."""
+        """(whether FP8 recipes can run here, why not): always, so (True, "")."""
         return True, ""
 
-    is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+    @staticmethod
+    def is_mxfp8_available() -> tuple[bool, str]:
+        """The same of MXFP8."""
+        return True, ""
+
+    @staticmethod
+    def is_fp8_block_scaling_available() -> tuple[bool, str]:
+        """The same of te_mx.recipe.Float8BlockScaling."""
+        return True, ""
+
+    @staticmethod
+    def is_nvfp4_available() -> tuple[bool, str]:
+        """The same of te_mx.recipe.NVFP4BlockScaling."""
+        return True, ""
