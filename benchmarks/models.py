@@ -52,7 +52,8 @@ class Workload:
 def _register_causal() -> None:
     """Transformers' sdpa under a name for which it makes no masks. Under torch.compile it would
     make one of `sdpa`, since it cannot look whether position_ids are those of packed sequences,
-    and with a mask attention takes three times as long as with is_causal."""
+    and with a mask attention takes three times as long as with is_causal. (Models of te_mx make
+    none under `sdpa` either: te_mx/fusion/masks.py.)"""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -42,7 +42,7 @@ def norm_quantize_2d(step: NormStep) -> NormParts:
     x, weight, bias, norm, dtype, keep, target = step
     if is_direct(x, weight, bias, target.seed):
         return _run_norm(step)
-    mean, rstd, z, *parts = _NORM(x, weight, bias, *norm, dtype, keep, *target)
+    mean, rstd, z, *parts = NORM(x, weight, bias, *norm, dtype, keep, *target)
     return NormParts(
         None if norm.kind == "RMSNorm" else mean, rstd, z if keep else None,
         _read(parts, target, x.shape),
@@ -191,7 +191,7 @@ def _act_fake(*args: Any) -> list[Tensor]:
 
 
 _TARGET = "str row, str col, str rule, bool col_sum, Tensor? seed=None"
-_NORM = define(
+NORM = define(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str kind, float eps, ScalarType dtype, "
     f"bool keep, {_TARGET}) -> Tensor[]",
     _norm,

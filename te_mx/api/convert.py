@@ -83,14 +83,14 @@ def convert_model(
 
             In models of any making nothing moves, and no name in the state_dict changes: MLP blocks
             (``down(act(gate(x)) * up(x))``, ``fc2(act(fc1(x)))``, whatever the layers are called)
-            run as one step; so do, in eager mode, RMSNorm and LayerNorm of any class, which also
-            quantize their result for the converted layers that read it; the output projection of
-            sdpa and flash attention keeps the tensor that attention keeps for backward anyway; the
-            loss of Transformers' language models goes over parts of the tokens, with the same bits;
-            in compiled code the tables of rotary embeddings are written once. What a module
-            computes is found out by running its forward on stand-ins for its layers. A block whose
-            layers something replaces, hooks or freezes later runs its own forward again, and
-            `te_mx.audit` says so.
+            run as one step; so do RMSNorm and LayerNorm of any class, which also quantize their
+            result for the converted layers that read it; the output projection of sdpa and flash
+            attention keeps the tensor that attention keeps for backward anyway; the loss of
+            Transformers' language models goes over parts of the tokens, with the same bits; in
+            compiled code the tables of rotary embeddings are written once, and attention gets no
+            mask where eager code makes none. What a module computes is found out by running its
+            forward on stand-ins for its layers. A block whose layers something replaces, hooks or
+            freezes later runs its own forward again, and `te_mx.audit` says so.
 
             Layers that follow each other in an nn.Sequential become one module: normalization +
             Linear a te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear back to the first

@@ -56,7 +56,6 @@ from te_mx.autograd.linear_recipe import (
     at_most_codes,
     by_steps,
     columns_now,
-    makes_again,
     mode_of,
     needs_columns,
     new_seed,
@@ -377,10 +376,9 @@ class GroupedFunction(torch.autograd.Function):
         if act is not None:
             need_da = need_dx or any(needs[:split])
             layers = first, _Layer.of(x, calls[1], parts[split:], needs[split:], need_da)
-            # Not in compiled code, for the reason of makes_again.
             keeps_x = order is not None and top_k >= x.element_size() and any(first.need.dw)
             keeps_x = keeps_x and not torch.compiler.is_compiling()
-            a_again = need_da and makes_again(calls[1].settings)
+            a_again = need_da
         elif first.call.save_x and any(first.need.dw):
             itself = x
         there = on_device(offs, first.form.x.row, x)  # once for all ops

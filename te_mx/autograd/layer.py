@@ -198,11 +198,11 @@ def _row(q: Quantized) -> Operand:
 
 # ------------------------------------------------------------------------------------------- blocks
 def _makes_again(call: Call, plan_a: linear_recipe.Input) -> bool:
-    """Whether backward makes the columnwise codes of a again, of h. GELU inside a GEMM reads the
-    sums before they are rounded to h, so its codes cannot be made again."""
+    """Whether backward makes the columnwise codes of a again, of h: one more read against 1.03
+    bytes an element kept. GELU inside a GEMM reads the sums before they are rounded to h, so its
+    codes cannot be made again."""
     assert call.act is not None
-    again = call.act.gelu_form is None and linear_recipe.makes_again(call.settings)
-    return again and not plan_a.keep and bool(plan_a.target.col)
+    return call.act.gelu_form is None and not plan_a.keep and bool(plan_a.target.col)
 
 
 def _made_again(call: Call, h: Tensor) -> SavedOperand:

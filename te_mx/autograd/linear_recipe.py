@@ -235,15 +235,6 @@ def plan_input(
     return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
 
 
-def makes_again(settings: Settings) -> bool:
-    """Whether backward makes the columnwise codes of an activation again, of what it was made of:
-    one more read against 1.03 bytes an element kept. Compiled code, which keeps less of everything
-    else, keeps them, for the read is 1 % of a step; but not beside rowwise codes of another format,
-    for which the activation would be written and read twice."""
-    x, columns = settings.x, settings.x_columns
-    return not torch.compiler.is_compiling() or (x != columns and "+" not in x + columns)
-
-
 def quantized_input(x: Tensor, plan: Input) -> Quantized:
     """An input x [..., K] as planned, once for all layers that are known to read this tensor."""
     made = input_cache.find(x, plan.target)

@@ -140,19 +140,25 @@ def _remember(z: Tensor, source: Source) -> None:
 
 
 class NormFunction(torch.autograd.Function):
-    """z, in the shape of x; what it was quantized to is appended to `made`."""
+    """z, in the shape of x; what it was quantized to is appended to `made`. In compiled code what
+    reads z asks for its codes (_ops/made_of.py), which come with mean and rstd."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: NormStep, target: Target,
-        made: list[Quantized],
+        made: list[Quantized] | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        parts = step.forward(flatten(x), weight, bias, True, target)
-        assert parts.z is not None
-        made.append(parts.quantized)
+        both = made is not None or not target.codes
+        parts = step.forward(flatten(x), weight, bias, both, target)
+        z = parts.z
+        if not both:
+            z = step.forward(flatten(x), weight, bias, True, Target("", "", target.rule)).z
+        assert z is not None
+        if made is not None:
+            made.append(parts.quantized)
         ctx.step, ctx.like, ctx.grad_targets = step, (x.shape, x.dtype), ()
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return outputs(ctx, step.saved(x, weight, parts), shaped(parts.z, x.shape))
+        return outputs(ctx, step.saved(x, weight, parts), shaped(z, x.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -190,6 +196,8 @@ def normalized(
     what one of them quantizes it to."""
     tensors = (x, weight, bias)
     if needs_gradient(*tensors):
+        if torch.compiler.is_compiling():
+            return NormFunction.apply(*tensors, step, target, None)[0]
         made: list[Quantized] = []
         z: Tensor = NormFunction.apply(*tensors, step, target, made)[0]
         entry = input_cache.open_for(z) if target.codes or shared else None
@@ -197,9 +205,8 @@ def normalized(
             _watch(z, entry.asked, tell)
         if target.codes:
             input_cache.put(z, target, made[0])
-        if not torch.compiler.is_compiling():  # whose ids nobody can look up
-            still = x.detach(), weight.detach(), None if bias is None else bias.detach()
-            _remember(z, Source(still, step))
+        still = x.detach(), weight.detach(), None if bias is None else bias.detach()
+        _remember(z, Source(still, step))
         return z
     if step.norm is not None and not target.codes:
         rows = NormRows(flatten(x), weight, bias, step.norm, step.zero_centered, step.dtype)

@@ -1,7 +1,7 @@
 """MLP blocks of models as they are: which modules compute down(act(gate(x)) * up(x)), or
 fc2(act(fc1(x))), and with which activation.
 
-Names say nothing for certain, so every candidate is run on stand-ins (norms.py), in training
+Names say nothing for certain, so every candidate is run on stand-ins (probe.py), in training
 and in evaluation. What it gives its layers and returns must be those very values, and what goes
 into the last layer must be an activation that te_mx has, of what the first ones gave."""
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from te_mx.fusion.class_swap import Reclassed
 from te_mx.fusion.fused_mlp import BlockPlan
-from te_mx.fusion.norms import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
+from te_mx.fusion.probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn import activations
 from te_mx.nn.guards import fusion_guard, hooked

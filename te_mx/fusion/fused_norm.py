@@ -1,8 +1,8 @@
 """What a normalization of another library's model does once convert_model(fuse=True) has fused it.
 
-It keeps its class as a base. In MXFP8 and in eager mode it is one step (autograd/norm.py), which
-keeps no copies of its input for backward and, where linear layers read its result, makes their
-quantized input in the same read. Elsewhere its own forward runs; torch.compile fuses it."""
+It keeps its class as a base. In MXFP8 it is one step (autograd/norm.py), which keeps no copies of
+its input for backward and, where linear layers read its result, makes their quantized input in the
+same read. Elsewhere its own forward runs, and in compiled code without gradients or such layers."""
 
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from te_mx.dispatch.fused import Norm
 from te_mx.fusion.class_swap import Reclassed
 from te_mx.nn.guards import FUSED, RAN, VALUES, changed, why_not_given
 from te_mx.nn.linear import Linear
+from te_mx.runtime import compiled
 
 ATTRIBUTE = "_te_mx_norm"
 READ = "_te_mx_norm_read"  # whether codes that it made were read, once that is known
@@ -42,7 +43,11 @@ class FusedNorm(Reclassed):
 
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the normalization's own forward, up to rounding once."""
-        if len(args) == 1 and not kwargs and not is_tracing():
+        if len(args) == 1 and not kwargs and is_tracing():
+            target = self._traced_target(args[0])
+            if target is not None:
+                return self._run(args[0], target)
+        elif len(args) == 1 and not kwargs:
             target, reason = self._target_or_why_not(args[0])
             if target is not None and target.codes and self._read_as_values(args[0]):
                 target = target._replace(row="", col="")
@@ -52,6 +57,16 @@ class FusedNorm(Reclassed):
             if target is not None:
                 return self._run(args[0], target)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _traced_target(self, x: Any) -> Target | None:
+        """What compiled code makes in one read, of which backward makes columns again; None where
+        its own forward runs."""
+        if not self.__dict__[ATTRIBUTE].quantizes or compiled.exporting():
+            return None
+        if type(x) is not Tensor or not needs_gradient(x, *self._values()):
+            return None
+        target, _ = self._target_or_why_not(x)
+        return target._replace(col="") if target is not None and compiled.follow() else None
 
     def _target_or_why_not(self, x: Any) -> tuple[Target | None, str]:
         """What the readers ask for; None in high precision, or with why its own forward runs."""

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_mx._ops.stored import stored
-from te_mx.context.region import is_tracing
-from te_mx.fusion import fused_mlp, fused_norm
+from te_mx.fusion import fused_mlp, fused_norm, masks
 from te_mx.fusion.blocks import Block, plan_blocks
 from te_mx.fusion.class_swap import Reclassed, give, take_back
+from te_mx.fusion.masks import Beside, Traced
 from te_mx.fusion.norms import FoundNorm, plan_norms
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn.guards import RAN, hooked
@@ -28,27 +28,17 @@ from te_mx.nn.linear import Linear
 ATTRIBUTE = "_te_mx_tables"
 
 
-class TablesPlan(NamedTuple):
-    """One of the layers of the model, whose recipe counts."""
-
-    beside: nn.Linear
-
-
 class StoredTables(Reclassed):
     """Mixin in front of the class of a module."""
 
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
         made = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not is_tracing() or not self._in_region():
+        if not self.__dict__[ATTRIBUTE].is_traced():
             return made
         if type(made) is tuple and all(_is_table(one) for one in made):
             return tuple([stored(one) for one in made])
         return stored(made) if _is_table(made) else made
-
-    def _in_region(self) -> bool:
-        beside: Any = self.__dict__[ATTRIBUTE].beside
-        return type(beside) is Linear and beside._settings() is not None
 
 
 def _is_table(made: Any) -> bool:
@@ -59,19 +49,12 @@ def _is_table(made: Any) -> bool:
 _FREQUENCIES = "inv_freq"
 
 
-class Tables(NamedTuple):
-    """A module whose results are tables."""
-
-    module: nn.Module
-    plan: TablesPlan
-
-
 def plan_tables(
     model: nn.Module, converts: Collection[nn.Module]
-) -> tuple[list[Fusion], list[Tables]]:
+) -> tuple[list[Fusion], list[Traced]]:
     """The report and what to fuse. converts: the layers that are te_mx.Linear afterwards."""
     found: list[Fusion] = []
-    tables: list[Tables] = []
+    tables: list[Traced] = []
     beside = next((module for module in model.modules() if module in converts), None)
     for name, module in model.named_modules():
         frequencies = module._buffers.get(_FREQUENCIES)
@@ -82,15 +65,13 @@ def plan_tables(
             continue
         what = f"{type(module).__name__}: its tables are written once in compiled code"
         found.append(Fusion(name or "(root)", str(2 * len(frequencies)), what, ""))
-        tables.append(Tables(module, TablesPlan(beside)))
+        tables.append(Traced(module, Beside(beside)))
     return found, tables
 
 
 # ----------------------------------------------------------------------------------------- outputs
 # The output projection of attentions that keep their result for backward themselves: it keeps the
-# same tensor instead of codes of it. Compiled code, which keeps less of everything else, keeps
-# codes, 1.03 bytes an element: quantizing 16384 x 2048 takes 36 us in one read and 60 in two
-# (NVIDIA H200, 2026-11-24).
+# same tensor instead of codes of it, 1.03 bytes an element.
 # Attentions of Transformers whose backward reads their result, in the memory that the output
 # projection is given: (batch, tokens, heads, width), as their kernels write it. Others (eager) keep
 # something else, and codes are smaller than a tensor of its own.
@@ -220,17 +201,21 @@ class InPlace(NamedTuple):
     blocks: list[Block]
     norms: list[FoundNorm]
     outputs: list[nn.Module]
-    tables: list[Tables]
+    tables: list[Traced]
     losses: list[Any]
+    masks: list[Traced]
+    layers: list[Traced]
 
 
-NOTHING = InPlace([], [], [], [], [])
-# Classes that blocks, norms and tables get, the attribute that holds the plan of a module,
+NOTHING = InPlace([], [], [], [], [], [], [])
+# Classes that blocks, norms and others get, the attribute that holds the plan of a module,
 # and those that it gets in use.
 _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (fused_mlp.FusedBlock, fused_mlp.ATTRIBUTE, (RAN,)),
     (fused_norm.FusedNorm, fused_norm.ATTRIBUTE, (RAN, fused_norm.READ)),
     (StoredTables, ATTRIBUTE, ()),
+    (masks.SaysNothing, masks.ATTRIBUTE, ()),
+    (masks.LeavesMask, masks.ATTRIBUTE, ()),
 )
 
 
@@ -253,8 +238,9 @@ def plan_in_place(
     attentions, outputs = plan_outputs(model, converts)
     rotary, tables = plan_tables(model, converts)
     losses, models = plan_losses(model) if converts else ([], [])
-    plan = InPlace(blocks, norms, outputs, tables, models)
-    return found + normalizations + attentions + rotary + losses, plan
+    unmasked, *masked = masks.plan_masks(model, converts)
+    plan = InPlace(blocks, norms, outputs, tables, models, *masked)
+    return found + normalizations + attentions + rotary + unmasked + losses, plan
 
 
 def fuse_in_place(plan: InPlace) -> None:
@@ -263,7 +249,9 @@ def fuse_in_place(plan: InPlace) -> None:
         layer.keeps_given_input = True  # type: ignore[assignment]
     for model in plan.losses:
         model.loss_function = causal_lm_loss
-    all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.tables
+    all_found: tuple[list[Any], ...] = (
+        plan.blocks, plan.norms, plan.tables, plan.masks, plan.layers
+    )  # fmt: skip
     for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
         for module, its_plan in found:
             module.__dict__[attribute] = its_plan

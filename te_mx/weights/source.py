@@ -157,7 +157,7 @@ class WeightSource:
             parts = [weight] if layer._split is None else layer._parts("weight")
             # Of the transforms that `grad_target` looks for, the start of the forward asked.
             grad_target = gradients.grad_target(layer, parts, first, None, self.owned)
-        save_x = layer.save_original_input or (layer.keeps_given_input and not tracing)
+        save_x = layer.save_original_input or layer.keeps_given_input
         tokens, lent = layer._tokens, self.lent
         call = Call._make((settings, output_dtype(x), tag, kept, save_x, grad_target, tokens, lent))
         return linear(x, weight if lent is None else lent.parameter, bias, call, facts)
@@ -363,7 +363,7 @@ class Sourced:
     fuse_wgrad_accumulation: bool = False
     delay_wgrad_compute: bool = False
     save_original_input: bool = False
-    # What made the input keeps it in eager mode (fusion/in_place.py): then this layer does, too.
+    # What made the input keeps it (fusion/in_place.py): then this layer does, too.
     keeps_given_input: bool = False
     # Whether products read the parameters as they are held, and not turned.
     _reads_held = True

@@ -12,7 +12,6 @@ from torch import Tensor
 import te_mx
 from te_mx.autograd.activation import activation
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_mlp, runs
-from te_mx.autograd.linear_recipe import makes_again
 from te_mx.autograd.routing import route, take_rows
 from te_mx.dispatch.fused import Activation
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
@@ -109,11 +108,6 @@ def test_what_backward_keeps(slots):
     wide = [t.shape for t in kept if t.dtype == torch.bfloat16 and t.dim() == 2]
     assert wide == [(64, K)] * (slots == 2) + [(64 * slots, 2 * INNER)]
     assert any(t.dtype == torch.uint8 for t in kept) == (slots == 1)
-
-
-def test_compiled_code_keeps_codes_of_one_format(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert [name for name, one in RECIPES.items() if makes_again(one._settings)] == ["mxfp4"]
 
 
 def test_what_takes_steps_of_its_own():

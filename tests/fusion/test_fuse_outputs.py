@@ -1,5 +1,4 @@
-"""Output projections of attentions that keep their result: eager code keeps the same tensor,
-compiled code codes of it."""
+"""Output projections of attentions that keep their result: they keep the same tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def step(call, x):
 
 
 @pytest.mark.parametrize("attribute", ["keeps_given_input", "save_original_input"])
-def test_kept_as_it_is_in_eager_code_alone(attribute):
+def test_kept_as_it_is(attribute):
     torch.compiler.reset()
     layer = te_mx.Linear(64, 32, dtype=BF16)
     setattr(layer, attribute, True)
@@ -33,7 +32,7 @@ def test_kept_as_it_is_in_eager_code_alone(attribute):
     step(torch.compile(layer, fullgraph=True, backend=graphs), x)
     nodes = [n for g in (graphs.fw_graphs[0], graphs.bw_graphs[0]) for n in g.graph.nodes]
     reads = sum(node.target is torch.ops.te_mx.quantize.default for node in nodes)
-    assert reads == (4 if attribute == "keeps_given_input" else 5)  # w twice, x, the gradient
+    assert reads == 5  # w and x twice, the gradient
 
 
 def test_found_and_given_back():
