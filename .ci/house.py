@@ -12,7 +12,6 @@ MAX_LINES = {".py": 800, ".cpp": 600, ".h": 600, ".hpp": 600, ".cu": 600, ".cuh"
 LEAST_LINES = 38
 SMALL = {
     "te_mx/__main__.py": "python -m te_mx",
-    "te_mx/_ops/flops.py": "what is registered with torch's counter, of all GEMM ops",
     "te_mx/_ops/stored.py": "an op",
     "te_mx/backends/device_names.py": "names of devices, of all backends",
     "te_mx/backends/cpu/cost.py": "measured constants of a device",

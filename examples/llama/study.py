@@ -25,6 +25,14 @@ STOPPED, FAILED = 130, 1
 GRACE = 40.0  # seconds before a limit in which runs write their checkpoints
 
 
+def check_settings(path: Path, theirs: dict, ours: llama.LlamaSettings) -> None:
+    """Raise ValueError where a file is of other settings."""
+    there, here = (json.loads(json.dumps(one)) for one in (theirs, asdict(ours)))
+    if differ := [k for k in sorted(here | there) if here.get(k) != there.get(k)]:
+        rows = ", ".join(f"{k}: {there.get(k)} there, {here.get(k)} here" for k in differ)
+        raise ValueError(f"{path} is of other settings ({rows}): take another --out")
+
+
 class Job:
     """One run: a name, its settings, its files; of a plain one the recipes that its weights are
     tried `under`."""
@@ -43,12 +51,7 @@ class Job:
         if not self.record.exists():
             return None
         found: dict = json.loads(self.record.read_text())
-        ours = json.loads(json.dumps(asdict(self.settings)))
-        theirs = found["settings"]
-        if ours != theirs:
-            differ = [k for k in ours if ours[k] != theirs.get(k)]
-            rows = ", ".join(f"{k}: {theirs.get(k)} there, {ours[k]} here" for k in differ)
-            raise ValueError(f"{self.record} is of other settings ({rows}): take another --out")
+        check_settings(self.record, found["settings"], self.settings)
         return found
 
     def then(self, trainer: train.Trainer) -> dict:
@@ -80,17 +83,26 @@ def jobs_of(
 
 def begun(base: llama.LlamaSettings, steps: int, path: Path, stop: Callable[[int], bool]) -> bool:
     """Whether a plain run of so many steps has left its checkpoint at `path`. How long a run of
-    random weights takes to learn to copy is chance; runs that begin here have learned it."""
+    random weights takes to learn to copy is chance; runs that begin here have learned it.
+
+    Raises ValueError for a checkpoint of other settings."""
+    settings = replace(base, steps=steps, eval_every=0, final_eval_batches=1)
     if path.exists():
+        state = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        check_settings(path, state["settings"], settings)
         return True
     partial = path.with_suffix(".part")
-    record = train.run(
-        replace(base, steps=steps, eval_every=0, final_eval_batches=1), partial, resume=True,
-        save_every=steps, should_stop=stop, make=llama.LlamaTrainer, quiet=True,
-    )  # fmt: skip
-    if record["finished"]:
+    try:
+        finished = train.run(
+            settings, partial, resume=True, save_every=steps, should_stop=stop,
+            make=llama.LlamaTrainer, quiet=True,
+        )["finished"]  # fmt: skip
+    finally:  # the workers have the GPUs
+        gc.collect()
+        torch.cuda.empty_cache()
+    if finished:
         os.replace(partial, path)
-    return bool(record["finished"])
+    return bool(finished)
 
 
 def same_weights(plain: train.Trainer, recipes: tuple[str, ...]) -> dict[str, float]:
@@ -278,11 +290,11 @@ def main(
     if first is not None:
         plain = settings(settings("mxfp8").dtype)
         plain = replace(plain, seed=plain.seed + seeds)
-        if not begun(plain, begin, first, lambda done: time.time() > deadline):
-            print("the plain steps are left; the same command goes on", file=sys.stderr)
-            return STOPPED
     try:
         left = [job for job in jobs if job.done() is None]
+        if first and not begun(plain, begin, first, lambda done: time.time() > deadline):
+            print("the plain steps are left; the same command goes on", file=sys.stderr)
+            return STOPPED
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED

@@ -4,7 +4,6 @@ Each is a thin function over a torch.library op: it compiles, traces, works unde
 CPU and CUDA tensors it picks a kernel and runs it directly. Gradients do not flow through them."""
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
-from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
 from te_mx._ops import made_of as _made_of  # noqa: F401 (compiled.follow)
 from te_mx._ops.gemm import gemm_2d, kept_form, standing_form, worth_packing
 from te_mx._ops.grouped_quantize import quantize_joined_2d

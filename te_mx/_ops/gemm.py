@@ -242,15 +242,21 @@ def _gemm_out_fake(*args: Any) -> tuple[Tensor, ...]:
     return _fake(args, args[19], args[21], 23)
 
 
+def _sizes(args: Any) -> tuple[int, int, int]:
+    return args[4], args[10], args[5]
+
+
 GEMM = define(
     f"gemm({_SIDES}, ScalarType out_dtype, ScalarType? aux_dtype, int tag, {_WHOLES})"
     " -> (Tensor, Tensor, Tensor)",
     _gemm,
     _gemm_fake,
+    _sizes,
 )
 GEMM_OUT = define(
     f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType? aux_dtype, int tag, "
     f"{_WHOLES}) -> (Tensor, Tensor)",
     _gemm_out,
     _gemm_out_fake,
+    _sizes,
 )

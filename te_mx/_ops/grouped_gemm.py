@@ -105,6 +105,7 @@ GEMM_ROWS = define(
     "-> Tensor",
     _rows,
     _rows_fake,
+    lambda args: (args[3], args[10], args[4]),
 )
 
 
@@ -219,6 +220,7 @@ GEMM_K = define(
     "Tensor? lhs_tensor_scale=None, Tensor? rhs_tensor_scale=None) -> ()",
     _k,
     _k_fake,
+    lambda args: (args[3], args[7], args[8]),
 )
 
 

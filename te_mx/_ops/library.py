@@ -3,6 +3,7 @@
 Ops are defined with torch.library.Library (schema, one implementation that picks the kernel, fake
 kernel): a call costs 2.5 us where the custom_op decorator costs 10 us."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import has_torch_function
+from torch.utils.flop_counter import register_flop_formula
 
 from te_mx.torch_internals import dispatch_modes, profiling, transform_level
 
@@ -22,16 +24,24 @@ _NOTHING = (None,)  # which a mode alone would look at
 _PLAIN = frozenset((Tensor, Parameter))
 
 
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any],
+    sizes: Callable[[Any], tuple[int, int, int]] | None = None,
+) -> Any:  # fmt: skip
     """Define te_mx::<schema> and return the callable overload, torch.ops.te_mx.<name>.default.
 
-    `run` runs on tensors of every device and picks the kernel there, `fake` without data."""
+    `run` runs on tensors of every device and picks the kernel there, `fake` without data. sizes: of
+    a product of these arguments m, n and k, for FlopCounterMode, which counts 2 m n k as of torch's
+    own. Groups count all rows, whichever belong to one: shapes say no more."""
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # not differentiable
     torch.library.register_fake(f"te_mx::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.te_mx, name).default
+    made = getattr(torch.ops.te_mx, name)
+    if sizes is not None:
+        register_flop_formula(made)(lambda *args, **_: 2 * math.prod(sizes(args)))
+    return made.default
 
 
 def is_watched(modes: bool = True) -> bool:

@@ -228,32 +228,27 @@ def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
     return operand.checked("the matrix")
 
 
-def _dequantize(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype,
-    tensor_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def _held(args: tuple[Any, ...]) -> Operand:
+    """Of the arguments of both ops below: codes to k, a word, perhaps tensor scales."""
+    codes, scales, spec, rows, k, _, *whole = args
+    return Operand(codes, scales, spec, rows, k, None, *whole)
+
+
+def _dequantize(*args: Any) -> Tensor:
     # An op's result is contiguous, so that its fake kernel can say how it lies.
-    operand = Operand(codes, scales, spec, rows, k, None, tensor_scale)
-    operand = _dequantizable(operand, dtype)
-    return run.dequantize(operand, dtype).contiguous()
+    return run.dequantize(_dequantizable(_held(args), args[5]), args[5]).contiguous()
 
 
-def _dequantize_fake(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype,
-    tensor_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def _dequantize_fake(*args: Any) -> Tensor:
+    codes, scales, _, rows, k, _, whole = _held(args)
     names = "the scales of the matrix", "its tensor scale"
-    checks.one_device(codes.device, names, (scales, tensor_scale))
-    return codes.new_empty((rows, k), dtype=dtype)
+    checks.one_device(codes.device, names, (scales, whole))
+    return codes.new_empty((rows, k), dtype=args[5])
 
 
-def _convert(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str,
-    tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    operand = Operand(codes, scales, spec, rows, k, None, tensor_scale)
-    made = run.convert(operand.checked("the matrix"), to)
-    return _apart(made.codes, codes), _apart(made.scales, scales)
+def _convert(*args: Any) -> tuple[Tensor, Tensor]:
+    made = run.convert(_held(args).checked("the matrix"), args[5])
+    return _apart(made.codes, args[0]), _apart(made.scales, args[1])
 
 
 def _apart(made: Tensor, given: Tensor) -> Tensor:
@@ -263,11 +258,8 @@ def _apart(made: Tensor, given: Tensor) -> Tensor:
     return made
 
 
-def _convert_fake(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str,
-    tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    made = empty_parts(codes, to, "", (rows, k))
+def _convert_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    made = empty_parts(args[0], args[5], "", args[3:5])
     return made[0], made[1]
 
 

@@ -16,8 +16,17 @@ from typing import Any
 
 from torch import nn
 
-from te_mx.conversion.decisions import Decisions, Wanted, bind, decide, unbind
-from te_mx.conversion.layers import fusion_row, layers_of, row, seam_of
+from te_mx.conversion.decisions import (
+    Decisions,
+    Wanted,
+    bind,
+    decide,
+    fusion_row,
+    layers_of,
+    row,
+    seam_of,
+    unbind,
+)
 from te_mx.conversion.report import REVERTED, SKIPPED, ConversionReport
 from te_mx.fusion.class_swap import Reclassed, give, take_back, why_not_back
 from te_mx.fusion.in_place import fuse_in_place, unfuse_in_place

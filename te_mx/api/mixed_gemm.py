@@ -13,12 +13,11 @@ from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
 from te_mx.api.blas import USAGES, check_layout, operand_of
-from te_mx.autograd.grouped import grouped_plain
 from te_mx.backends.reference.gemm import finish, mm_without_tf32
 from te_mx.dispatch.calls import Epilogue, Groups
-from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.layouts import spec_of
 from te_mx.runtime.arguments import check_memory, check_place, parts_of, shown
+from te_mx.weights.weight_only import by_groups
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
@@ -158,24 +157,9 @@ def run_grouped(
     """[R, N]: x [K] of the rows of every group times the values of its weight, + bias; rows of no
     group are 0.
 
-    Where the host knows the groups, each has the bits of te_mx.gemm. Elsewhere all weights are
-    decoded at once, to bf16 where all dtypes are that."""
-    offs, capacity = groups
-    if readable(offs):
-        rows = x_RK.shape[0]
-        out = x_RK.new_zeros((rows, weight.rows), dtype=out_dtype)
-        for g, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
-            if end > start:
-                sides = Sides(x_RK[start:end], weight.group(g))
-                bias = None if bias_GN is None else bias_GN[g]
-                made = run(sides, Epilogue(bias=bias), None, out_dtype, None)
-                out[start:end] = made.out
-        return out
-    dtypes = {x_RK.dtype, out_dtype, weight.group(0).format.exact_dtype}
-    if bias_GN is not None:
-        dtypes.add(bias_GN.dtype)
-    dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
-    values = torch.stack([dequantize_2d(weight.group(g), dtype) for g in range(weight.groups)])
-    biases = () if bias_GN is None else bias_GN.to(dtype).unbind(0)
-    with torch.autocast(x_RK.device.type, enabled=False):
-        return grouped_plain(x_RK.to(dtype), groups, values, biases).to(out_dtype)
+    Where the host knows the groups, each has the bits of te_mx.gemm."""
+
+    def each(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
+        return run(Sides(x, weight), Epilogue(bias=bias_N), None, out_dtype, None).out
+
+    return by_groups(x_RK, groups, weight, bias_GN, out_dtype, each)

@@ -8,12 +8,12 @@ from te_mx.dispatch.problem import register_level
 
 register_level("cpu", isa, ISA_LEVELS, missing_reason)
 for _name in (
-    "cpu.cost", "cpu.frozen", "cpu.fused", "cpu.gemm", "cpu.grouped",
-    "cpu.linear", "cpu.moe", "cpu.quantize", "device_names", "reference.fused", "reference.gemm",
-    "reference.grouped", "reference.moe", "reference.quantize", "sm90.blockwise", "sm90.codes",
+    "cpu.cost", "cpu.frozen", "cpu.gemm", "cpu.grouped",
+    "cpu.linear", "cpu.quantize", "device_names", "reference.fused", "reference.gemm",
+    "reference.grouped", "reference.quantize", "sm90.blockwise", "sm90.codes",
     "sm90.cost", "sm90.decode", "sm90.experts", "sm90.experts_mxfp4", "sm90.fused", "sm90.gemm",
     "sm90.grouped", "sm90.layer", "sm90.linear", "sm90.moe", "sm90.nvfp4",
     "sm90.nvfp4_grouped", "sm90.quantize",
-    "sm90.rest", "triton.fused", "triton.gemm", "triton.grouped", "triton.quantize", "vendor.gemm",
+    "sm90.rest", "triton.gemm", "triton.quantize", "vendor.gemm",
 ):  # fmt: skip
     import_module(f"te_mx.backends.{_name}")

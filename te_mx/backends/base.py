@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.calls import Epilogue
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import NOT_ASKED, Problem
 
 # A backend that TE_MX_BACKEND names runs what it can in place of the native ones.
 forced = os.environ.get("TE_MX_BACKEND", "")
@@ -24,7 +24,7 @@ def why_forced() -> str | None:
     Raises ValueError for a name that no backend has."""
     if forced not in ("", "triton", "vendor"):
         raise ValueError(f'TE_MX_BACKEND must be "triton" or "vendor" or not set, got {forced!r}')
-    return f"another backend is what TE_MX_BACKEND={forced} asks for" if forced else None
+    return f"{NOT_ASKED}TE_MX_BACKEND={forced} asks for" if forced else None
 
 
 class Words(dict[_K, _V]):
@@ -61,9 +61,11 @@ SCALE_RULES = Words(
      "te_4over6_mse": 11, "te_4over6_mse_448": 12},
 )  # fmt: skip
 TENSOR_SCALES = {"all": 0, "rows": 1, "groups": 2}  # for what each of an operand is
-# What native code calls an order (Layout in csrc/include/te_mx/types.h).
+# What native code calls an order (Layout in csrc/include/te_mx/types.h). "standing" says of an
+# operand that nobody writes it any more: of tiles of 8 bits that alone, of 4 bits how it lies, too.
 LAYOUTS = {
-    "k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4, "sm90_nvfp4": 7,
+    "k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4, "standing": 7,
+    "sm90_nvfp4": 7,
 }  # fmt: skip
 ALIGNED = {"sm90": 5, "sm90_k": 6}  # of columns in blocks of 1 x 128, as tiles of MX
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90

@@ -12,8 +12,7 @@ import torch
 
 from te_mx.api.explain import FallbackWarning
 from te_mx.conformance import cases, peers
-from te_mx.conformance.cases import Difference
-from te_mx.conformance.inputs import INPUTS
+from te_mx.conformance.cases import INPUTS, Difference
 from te_mx.runtime.report import table
 
 _T = TypeVar("_T")

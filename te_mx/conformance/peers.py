@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
-from te_mx.conformance import inputs
+from te_mx.conformance import cases
 from te_mx.conformance.cases import Difference, difference
 
 _BYTE = torch.uint8
@@ -50,8 +50,8 @@ def compare(device: torch.device) -> Iterator[Compared]:
         for way in found:
             fmt = formats.get(way.fmt)
             rules = fmt.scaling.rules if fmt.tensor_scaled else (way.rule,)
-            for dtype in inputs.DTYPES:
-                for given in inputs.INPUTS:
+            for dtype in cases.DTYPES:
+                for given in cases.INPUTS:
                     yield from _on(library, way, rules, dtype, given, device)
 
 
@@ -69,7 +69,7 @@ LIBRARIES = ("torchao", "compressed-tensors", "nvidia-modelopt", "transformer-en
 def _on(
     library: str, way: Way, rules: tuple[str, ...], dtype: str, given: str, device: torch.device
 ) -> Iterator[Compared]:  # fmt: skip
-    fmt, x = formats.get(way.fmt), inputs.make(given, dtype)
+    fmt, x = formats.get(way.fmt), cases.make(given, dtype)
     # Whole blocks, which most libraries ask for; and what is finite, as few say what else becomes.
     x = x[: len(x) // 16 * 16, : x.shape[1] // 32 * 32]
     x = torch.where(x.isfinite(), x, 0).contiguous()

@@ -12,6 +12,7 @@ GROUP_ROWS = 8  # or so many for each group
 MANY_ROWS = 1 << 14  # and M up to which some are (frozen_rows)
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
 INVARIANT = "invariant"  # the precision under which a row has the same bits beside any others
+NOT_ASKED = "another backend is what "  # how kernels decline that TE_MX_BACKEND leaves out
 ENCODED = "fp8"  # and that under which NVFP4 is encoded anew in MXFP8, which rounds
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.kernels import Kernel, kernels
-from te_mx.dispatch.problem import ENCODED, INVARIANT, Problem, place_of, why_missing
+from te_mx.dispatch.problem import ENCODED, INVARIANT, NOT_ASKED, Problem, place_of, why_missing
 from te_mx.dispatch.registry import choose, pick, planned, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
@@ -91,7 +91,9 @@ def _warn(problem: Problem, why: str = "") -> None:
         ]  # fmt: skip
         if not others:
             return
-        why = why_missing(problem.place) or others[0]
+        asked = [reason for reason in others if not reason.startswith(NOT_ASKED)] or others
+        missing = why_missing(problem.place) or NOT_ASKED
+        why = asked[0] if missing.startswith(NOT_ASKED) else missing
     where = "the CPU" if device == "cpu" else f"cuda:{problem.place.index}"
     if problem.ends == "device":
         where += " with splits on the device"

@@ -14,8 +14,7 @@ from te_mx.conversion.report import matrices_of
 from te_mx.formats import Format
 from te_mx.formats.format import every_name
 from te_mx.inspection.collect import Layer, Watch, layers_of, untouched
-from te_mx.inspection.readings import About, readings_of
-from te_mx.inspection.report import InspectionReport
+from te_mx.inspection.report import About, InspectionReport, readings_of
 from te_mx.recipe import MAX_SPREAD
 from te_mx.runtime.arguments import check_flag, check_module, check_size, shown
 

@@ -3,32 +3,197 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_mx import formats
 from te_mx.autograd.linear_recipe import GEMMS
-from te_mx.conversion.report import left_of
-from te_mx.inspection.readings import BAD, ZERO, Reading, Readings, sqnr_of
+from te_mx.conversion.report import Matrix, left_of
+from te_mx.formats import Format
+from te_mx.inspection.collect import Layer, Sums
 from te_mx.layouts import aligning
-from te_mx.runtime.arguments import shown
+from te_mx.runtime.arguments import check_one_of, check_size, shown
 from te_mx.runtime.report import table
 
+# ---------------------------------------------------------------------------------------- readings
+# What te_mx.inspect found: readings, and which of them are worst or lowest.
+ROLES = ("x", "w", "g")
+EXACT, ZERO, BAD = "exact", "all zero", "not finite"  # notes of readings
 
-class InspectionReport(Readings):
+
+class Reading(NamedTuple):
+    """One operand of one GEMM of a layer in one format. x and w meet in fprop, g and w in dgrad, g
+    and x in wgrad; blocks run along the dimension that the GEMM sums over.
+
+    ============================  ==================================================================
+    sqnr                          10 log10(sum x^2 / sum (x - q)^2) in dB; inf where nothing was
+                                  rounded, None where there is nothing but zeros
+    note                          "", or "exact", "all zero", or "not finite" where x holds a NaN
+                                  or an Inf: sqnr is then of the elements that can be compared
+    saturated, subnormal, zeroed  shares of all elements: beyond the largest value at the scale of
+                                  their block and clamped; rounded to a subnormal code; not zero,
+                                  and rounded to zero
+    nonfinite, lost               shares: NaN or Inf; finite, in a block that became NaN
+    scale_min .. scale_max        exponents of the scales of blocks that are not all zero: the
+                                  smallest, the 5th, 50th and 95th percentile, the largest; None
+                                  without such a block
+    tiles                         shares of Hopper's tiles in class 0 (tile-shared), 1 (row-shared),
+                                  2 (spread) and 3 (far), see docs/numerics.md; None for formats
+                                  that are not packed so
+    elements                      how many were read, of all calls
+    ============================  ==================================================================
+    """
+
+    layer: str
+    kind: str
+    role: str
+    gemm: str
+    format: str
+    sqnr: float | None
+    note: str
+    saturated: float
+    subnormal: float
+    zeroed: float
+    nonfinite: float
+    lost: float
+    scale_min: int | None
+    scale_p5: int | None
+    scale_median: int | None
+    scale_p95: int | None
+    scale_max: int | None
+    tiles: tuple[float, ...] | None
+    elements: int
+
+
+class About(NamedTuple):
+    """What was run: formats with their scale rules, the loss and what it is, layers that never ran,
+    that no gradient reached, or that could not be read, all matrices of the model."""
+
+    model: str
+    rules: dict[str, str]
+    loss: float | None
+    loss_is: str
+    alignment_spread: int
+    max_elements: int | None
+    never_ran: tuple[str, ...]
+    no_gradient: tuple[str, ...]
+    skipped: dict[str, str]
+    matrices: list[Matrix]
+
+
+def readings_of(
+    sums: dict[tuple[str, str, str], list[Sums]], layers: list[Layer], fmts: Sequence[Format]
+) -> list[Reading]:
+    """The sums of every (step, role, gemm) as readings, in the order of the model."""
+    found = []
+    for layer in layers:
+        for step in layer.steps:
+            for role in ROLES:
+                for gemm in GEMMS:
+                    each = zip(fmts, sums.get((step, role, gemm), ()), strict=False)
+                    head = step, layer.kind, role, gemm
+                    found += [_reading(*head, str(fmt), one) for fmt, one in each if one.elements]
+    return found
+
+
+def _reading(layer: str, kind: str, role: str, gemm: str, fmt: str, s: Sums) -> Reading:
+    note = BAD if s.nonfinite or s.lost else ""
+    if not note and s.noise == 0:
+        note = EXACT if s.signal else ZERO
+    tiles = None
+    if s.tiles is not None:
+        total = sum(s.tiles)
+        tiles = tuple(count / total for count in s.tiles)
+    return Reading(
+        layer, kind, role, gemm, fmt, s.sqnr, note,
+        s.share(s.saturated), s.share(s.subnormal), s.share(s.zeroed), s.share(s.nonfinite),
+        s.share(s.lost), s.exponent(0), s.exponent(0.05), s.exponent(0.5), s.exponent(0.95),
+        s.exponent(1), tiles, s.elements,
+    )  # fmt: skip
+
+
+class InspectionReport:
     """What `te_mx.inspect` found: iterable over `Reading`, printable as a summary; ``report[name]``
     has the readings of one layer. `about` says what was run."""
+
+    def __init__(self, readings: list[Reading], about: About) -> None:
+        self.readings = readings
+        self.about = about
+
+    def __len__(self) -> int:
+        return len(self.readings)
+
+    def __iter__(self) -> Iterator[Reading]:
+        return iter(self.readings)
+
+    def __getitem__(self, layer: str) -> list[Reading]:
+        found = [r for r in self.readings if r.layer == layer]
+        if not found:
+            names = ", ".join(self.layers[:3]) + (", ..." if len(self.layers) > 3 else "")
+            raise KeyError(f"no layer that was read is named {shown(layer)}; there are {names}")
+        return found
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers, in the order of the model."""
+        return list(dict.fromkeys(r.layer for r in self.readings))
+
+    @property
+    def formats(self) -> list[str]:
+        """Names of the formats."""
+        return list(self.about.rules)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that were read: x, w and, with gradients, g."""
+        return [role for role in ROLES if any(r.role == role for r in self.readings)]
+
+    def worst(self, n: int = 5, fmt: str | None = None, role: str | None = None) -> list[Reading]:
+        """The n readings with the lowest SQNR: those that hold NaN or Inf first, without those that
+        are all zero or exact. Of all formats and roles, or of one.
+
+        Raises TypeError or ValueError for arguments that are none."""
+        n = check_size("n", n)
+        if fmt is not None:
+            fmt = formats.get(fmt).name
+            check_one_of("fmt", fmt, self.formats)
+        check_one_of("role", role, (*ROLES, None))
+        asked = [
+            r
+            for r in self.readings
+            if fmt in (None, r.format) and role in (None, r.role) and r.note not in (ZERO, EXACT)
+        ]
+        return sorted(asked, key=lambda r: (r.note != BAD, sqnr_of(r)))[:n]
+
+    def lower(self, layer: str, role: str, fmt: str) -> Reading | None:
+        """Of the two directions of an operand, the reading with the lower SQNR."""
+        found = self._index.get((layer, role, fmt), ())
+        return min(found, key=sqnr_of, default=None)
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, str, str], list[Reading]]:
+        made: dict[tuple[str, str, str], list[Reading]] = {}
+        for r in self.readings:
+            made.setdefault((r.layer, r.role, r.format), []).append(r)
+        return made
 
     # -------------------------------------------------------------------------------------- tables
     def table(self) -> str:
         """SQNR in dB of every layer, role and format, of its two directions the lower one. A "!"
         stands behind that of a tensor which holds NaN or Inf."""
-        return full_table(self)
+        rows = []
+        for layer in self.layers:
+            for role in self.roles:
+                cells = [self.lower(layer, role, fmt) for fmt in self.formats]
+                if any(cells):
+                    rows.append([short(layer), role, *("" if c is None else db(c) for c in cells)])
+        return table(["layer", "role", *self.formats], rows)
 
     def __str__(self) -> str:
-        return summary(self)
+        return _summary(self)
 
     __repr__ = __str__
 
@@ -58,6 +223,11 @@ class InspectionReport(Readings):
         draw(self, _as_path(path))
 
 
+def sqnr_of(r: Reading) -> float:
+    """The SQNR of a reading, to compare; that of no signal lies above all."""
+    return math.inf if r.sqnr is None else r.sqnr
+
+
 def _as_path(path: Any) -> Path:
     if not isinstance(path, str | PathLike):
         raise TypeError(f"path must be a str or a path, got {shown(path)}")
@@ -75,7 +245,7 @@ _HEADER = ("role", "gemm", "format", "SQNR dB", "lowest", "in", "saturated %", "
            "zeroed %", "scales 2^", "tiles 0/1/2/3 %")  # fmt: skip
 
 
-def summary(report: Readings) -> str:
+def _summary(report: InspectionReport) -> str:
     """What was run, one row for each operand of each GEMM and format over all layers, what
     represents each role best, and what was not read."""
     about = report.about
@@ -97,17 +267,6 @@ def summary(report: Readings) -> str:
     return "\n".join([*lines, table(_HEADER, rows), *_best(report), *_warnings(report)])
 
 
-def full_table(report: Readings) -> str:
-    """A row for each layer and role, a column for each format."""
-    rows = []
-    for layer in report.layers:
-        for role in report.roles:
-            cells = [report.lower(layer, role, fmt) for fmt in report.formats]
-            if any(cells):
-                rows.append([short(layer), role, *("" if c is None else db(c) for c in cells)])
-    return table(["layer", "role", *report.formats], rows)
-
-
 def _over_layers(readings: list[Reading]) -> list[str]:
     known = [r.sqnr for r in readings if r.sqnr is not None]
     lowest = min(readings, key=sqnr_of)
@@ -123,7 +282,7 @@ def _over_layers(readings: list[Reading]) -> list[str]:
     ]
 
 
-def _best(report: Readings) -> Iterator[str]:
+def _best(report: InspectionReport) -> Iterator[str]:
     """For each role, the format of each width with the highest median SQNR of all layers."""
     for role in report.roles:
         best: dict[int, tuple[float, str]] = {}
@@ -143,7 +302,7 @@ def _unknown(readings: Sequence[Reading]) -> str:
     return "NaN/Inf" if any(r.note == BAD for r in readings) else ZERO
 
 
-def _warnings(report: Readings) -> Iterator[str]:
+def _warnings(report: InspectionReport) -> Iterator[str]:
     about = report.about
     bad = dict.fromkeys(f"{r.role} of {r.layer}" for r in report if r.note == BAD)
     if bad:
@@ -212,7 +371,7 @@ MOST_NUMBERS = 64  # layers; of more only some are named, and cells hold no numb
 MOST_NAMES = 40
 
 
-def draw(report: Readings, path: Path) -> None:
+def draw(report: InspectionReport, path: Path) -> None:
     """Write the picture as a PNG.
 
     Raises ImportError without matplotlib."""
@@ -251,7 +410,7 @@ def draw(report: Readings, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _titles(figure: Any, report: Readings, height: float) -> None:
+def _titles(figure: Any, report: InspectionReport, height: float) -> None:
     about = report.about
     loss = about.loss_is if about.loss is None else f"loss {about.loss:.4g}, {about.loss_is}"
     figure.text(
@@ -277,7 +436,7 @@ def _colour_bar(figure: Any, image: Any, width: float, height: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------- maps
-def _map(axes: Any, report: Readings, role: str, first: bool, named: bool) -> Any:
+def _map(axes: Any, report: InspectionReport, role: str, first: bool, named: bool) -> Any:
     """Layers down, formats across."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
@@ -336,7 +495,7 @@ def _worth_a_name(values: list[list[float]]) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------- bars
-def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
+def _shares(axes: Any, report: InspectionReport, role: str, first: bool) -> None:
     """What becomes of elements, one bar a format, over all layers."""
 
     def shares(fmt: str) -> "list[float]":
@@ -349,7 +508,7 @@ def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
         axes.text(total + 0.8, y, percent(total / 100), va="center", fontsize=6, color=FAINT)
 
 
-def _tiles(axes: Any, report: Readings, role: str, fmts: list[str], first: bool) -> None:
+def _tiles(axes: Any, report: InspectionReport, role: str, fmts: list[str], first: bool) -> None:
     """The classes of Hopper's tiles, one bar a format."""
 
     def shares(fmt: str) -> "list[float]":

@@ -50,7 +50,7 @@ from te_mx import formats
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.api.quantization_config import quantization_config as say_what_it_holds
-from te_mx.conversion.layers import protected_in
+from te_mx.conversion.decisions import protected_in
 from te_mx.integrations.checkpoints import METHODS, Plan, plan_of
 from te_mx.integrations.checkpoints.tensors import put_placeholders, refuse_casts, take
 from te_mx.integrations.hf_conversions import with_codes
@@ -249,45 +249,43 @@ _CHANGES = {
 def _keep_beside(model: Any, files: Any) -> None:
     """Give modules buffers for the scales of caches in files, so that they are saved again. Raises
     ValueError for what te_mx does not multiply with."""
+    for file in _opened(files):
+        for name in file.keys():  # noqa: SIM118
+            head, _, last = name.rpartition(".")
+            # Zero points of symmetric codes are zeros.
+            if last in _CHANGES and file.get_tensor(name).float().any():
+                raise ValueError(
+                    f"{name}: te_mx does not read codes with {_CHANGES[last]}; export the "
+                    "checkpoint without, or dequantize it with the tool that wrote it"
+                )
+            try:
+                module = model.get_submodule(head) if last in _OF_CACHES else None
+            except AttributeError:
+                continue  # Transformers says that it leaves the tensor out
+            if module is not None and not hasattr(module, last):
+                given = file.get_tensor(name)
+                module.register_buffer(last, torch.empty_like(given, device="meta"))
+
+
+def _opened(files: Any) -> Iterator[Any]:
+    """Those of the files that are of safetensors, one after the other."""
     for path in files:
-        if not str(path).endswith(".safetensors"):
-            continue
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                head, _, last = name.rpartition(".")
-                # Zero points of symmetric codes are zeros.
-                if last in _CHANGES and file.get_tensor(name).float().any():
-                    raise ValueError(
-                        f"{name}: te_mx does not read codes with {_CHANGES[last]}; export the "
-                        "checkpoint without, or dequantize it with the tool that wrote it"
-                    )
-                try:
-                    module = model.get_submodule(head) if last in _OF_CACHES else None
-                except AttributeError:
-                    continue  # Transformers says that it leaves the tensor out
-                if module is not None and not hasattr(module, last):
-                    given = file.get_tensor(name)
-                    module.register_buffer(last, torch.empty_like(given, device="meta"))
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, "pt") as file:
+                yield file
 
 
 def _names_in(files: Any) -> set[str]:
     """The names of all tensors in these safetensors files."""
-    names: set[str] = set()
-    for path in files:
-        if str(path).endswith(".safetensors"):
-            with safe_open(path, "pt") as file:
-                names.update(file.keys())
-    return names
+    return {name for file in _opened(files) for name in file.keys()}  # noqa: SIM118
 
 
 def _shapes_in(files: Any, end: str) -> Iterator[tuple[int, ...]]:
     """The shapes of tensors in these safetensors files whose names have this ending."""
-    for path in files:
-        if str(path).endswith(".safetensors"):
-            with safe_open(path, "pt") as file:
-                for name in set(file.keys()):
-                    if name.endswith(end):
-                        yield tuple(file.get_slice(name).get_shape())
+    for file in _opened(files):
+        for name in set(file.keys()):
+            if name.endswith(end):
+                yield tuple(file.get_slice(name).get_shape())
 
 
 def register() -> None:

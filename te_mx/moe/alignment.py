@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_mx._ops.moe import moe_align
 from te_mx.dispatch.moe import Align
-from te_mx.moe.arguments import check_ids, check_range, refuse_transforms
+from te_mx.moe.gemm import check_ids, check_range, refuse_transforms
 from te_mx.runtime.arguments import check_flag, check_size, shown
 
 OWNER = "align_block_size"

@@ -19,7 +19,7 @@ from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.moe import Align, Experts, RoutedGemm, Routing, in_halves
 from te_mx.dispatch.problem import ENCODED, INVARIANT
 from te_mx.moe.alignment import check_map
-from te_mx.moe.arguments import (
+from te_mx.moe.gemm import (
     check_ids,
     check_range,
     quantized_rows,

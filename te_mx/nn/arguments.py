@@ -4,7 +4,7 @@ Of these one table for every module: each is accepted at its default, so that co
 Transformer Engine constructs and calls te_mx modules unchanged, and refused by name when it is set.
 tests/compat holds the table to the list of Transformer Engine's arguments."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from te_mx.nn import checks
@@ -68,18 +68,22 @@ CONSTRUCTORS: dict[str, frozenset[str]] = {
 }  # fmt: skip
 
 
-def refuse_constructor(module: str, given: Mapping[str, Any]) -> None:
-    """Check the ``**kwargs`` of a constructor: te_mx.<module>(..., **given).
+def refuse_given(
+    owner: str, given: Mapping[str, Any], taken: Collection[str],
+    absent: Mapping[str, Absent] = ABSENT, unused: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Check arguments that are not in the signature of a call of Transformer Engine's, of which it
+    takes these, some of no effect.
 
     Raises:
-        TypeError: a name that Transformer Engine's module does not take either.
+        TypeError: a name that Transformer Engine's call does not take either.
         NotImplementedError: an argument of Transformer Engine that is set, by name.
     """
-    taken = CONSTRUCTORS[module]
     for name, value in given.items():
         if name not in taken:
-            raise TypeError(f"te_mx.{module}() got an unexpected keyword argument {name!r}")
-        refuse(module, name, value)
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}")
+        if name not in unused:
+            check_default(f"{owner}: {name}", value, *absent[name])
 
 
 def refuse(module: str, name: str, value: Any) -> None:
@@ -125,7 +129,7 @@ class Options:
             return {name: given[name] for name in names if name in given}
 
         if kind in CONSTRUCTORS:
-            refuse_constructor(kind, given["transformer_engine"])
+            refuse_given(self._owner, given["transformer_engine"], CONSTRUCTORS[kind])
         self.sizes = checks.sizes(self._owner, **some(sizes))
         checks.flags(self._owner, **some(_FLAGS))
         checks.functions(self._owner, **some(_FUNCTIONS))

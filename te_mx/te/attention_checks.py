@@ -4,15 +4,15 @@ names the module and the argument.
 Arguments of Transformer Engine's attention modules that te_mx does not have, as nn/arguments.py has
 those of the linear ones: accepted at their defaults, refused by name when set."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.nn.arguments import ABSENT, Absent
+from te_mx.nn.arguments import ABSENT, Absent, refuse_given
 from te_mx.runtime.arguments import (
-    check_default,
     check_number,
     check_place,
     check_size,
@@ -85,20 +85,7 @@ FORWARDS: dict[str, frozenset[str]] = {
 }  # fmt: skip
 
 
-def refuse(owner: str, given: Mapping[str, Any], taken: Collection[str]) -> None:
-    """Check arguments that are not in a signature.
-
-    Raises:
-        TypeError: a name that Transformer Engine's call does not take either.
-        NotImplementedError: an argument of Transformer Engine that is set, by name.
-    """
-    for name, value in given.items():
-        if name not in taken:
-            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}")
-        if name not in UNUSED:
-            check_default(f"{owner}: {name}", value, *ATTENTION[name])
-
-
+refuse = partial(refuse_given, absent=ATTENTION, unused=UNUSED)
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")

@@ -12,8 +12,8 @@ is saved as ModelOpt does: codes uint8 [out, in/2], ``<name>_scale`` float8_e4m3
 ``<name>_scale_2`` float32 [], all multiplied with each other.
 
 What such a state_dict is loaded into becomes frozen without masters;
-te_mx.unfreeze_weights(dequantize=True) makes parameters that train. weights/state_dict.py reads
-4-bit weights under the names of others.
+te_mx.unfreeze_weights(dequantize=True) makes parameters that train. 4-bit weights under the names
+of others are read too.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
@@ -28,7 +28,7 @@ compressed-tensors  ``<name>_packed`` [.., out, in/2] and ``<name>_scale`` [.., 
                     has ``<name>_global_scale`` beside ``<name>_scale`` [.., out, in/16]
 gpt-oss             ``<name>_blocks`` [.., out, in/32, 16] and ``<name>_scales`` [.., out, in/32]
 
-They become ``<name>`` and ``<name>_scale``, as weights/state_dict.py reads them; te_mx saves those.
+They become ``<name>`` and ``<name>_scale``; te_mx saves those.
 
 Checkpoints of Transformer Engine hold `_extra_state` of modules that have none in te_mx.
 

@@ -10,6 +10,7 @@ holds every value of MX formats above 2^-133, else 4 in fp32. Products are those
 rounding to the dtype of the result. Of NVFP4 code * block scale is exact in bf16: GPUs multiply
 that with bf16, and the fp32 sums with the tensor scale; else the values are rounded to fp32."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,23 +90,38 @@ def grouped(
     tag: int = -1,
 ) -> Tensor:  # fmt: skip
     """[R, N]: `linear` of the rows of every group; rows of no group are 0."""
-    offs, capacity = groups
+
+    def each(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:
+        return linear(x, weight, bias_N, out_dtype)
+
+    _record(tag)
     weights = plain(weights)
+    x_RK = x_RK if readable(groups.offs) else x_RK.to(out_dtype)
+    return by_groups(x_RK, groups, weights, bias_GN, out_dtype, each)
+
+
+def by_groups(
+    x_RK: Tensor, groups: Groups, weights: Stack, bias_GN: Tensor | None, out_dtype: torch.dtype,
+    each: Callable[[Tensor, Operand, Tensor | None], Tensor],
+) -> Tensor:  # fmt: skip
+    """[R, N]: what `each` makes of the rows of every group, its weight and its bias; rows of no
+    group are 0. Where the host does not know the groups, the products of torch: all weights are
+    decoded at once then, to bf16 where all dtypes are that, else to fp32."""
+    offs, capacity = groups
     if readable(offs):
         rows = x_RK.shape[0]
         out = x_RK.new_zeros((rows, weights.rows), dtype=out_dtype)
         for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
             if end > start:
                 bias = None if bias_GN is None else bias_GN[i]
-                out[start:end] = linear(x_RK[start:end], weights.group(i), bias, out_dtype)
-        _record(tag)
+                out[start:end] = each(x_RK[start:end], weights.group(i), bias)
         return out
-    _record(tag)
     dtype = _dtype(weights.group(0), out_dtype, bias_GN)
+    dtype = dtype if x_RK.dtype == out_dtype else torch.float32
     values = torch.stack([dequantize_2d(weights.group(i), dtype) for i in range(weights.groups)])
     biases = () if bias_GN is None else bias_GN.to(dtype).unbind(0)
     with torch.autocast(x_RK.device.type, enabled=False):
-        return grouped_plain(x_RK.to(out_dtype).to(dtype), groups, values, biases).to(out_dtype)
+        return grouped_plain(x_RK.to(dtype), groups, values, biases).to(out_dtype)
 
 
 def _dtype(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 import te_mx
 from te_mx._ops import grouped_quantize
-from te_mx.api import grouped, groups, mixed_gemm
+from te_mx.api import grouped, groups
 from te_mx.autograd import grouped as autograd_grouped
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.recipe import BlockScaling
+from te_mx.weights import weight_only
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 K, N = 80, 48
@@ -95,7 +96,7 @@ def unseen(request, monkeypatch):
         monkeypatch.setattr("te_mx.api.groups.readable", lambda tensor: False)
         for module in (groups, grouped):
             monkeypatch.setattr(module, "readable", lambda tensor: False)
-        plain = mixed_gemm, autograd_grouped
+        plain = weight_only, autograd_grouped
         for module in (grouped_quantize, reference_grouped):
             monkeypatch.setattr(module, "known_to_host", lambda offs: False)
         for module in plain:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from te_mx.conformance import cases
-from te_mx.conformance.inputs import INPUTS
+from te_mx.conformance.cases import INPUTS
 
 made = {
     str(one): {name: cases.digest(*cases.specified(one, name)) for name in INPUTS}

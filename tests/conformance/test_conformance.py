@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from te_mx.commands.main import main
-from te_mx.conformance import cases, inputs, peers
+from te_mx.conformance import cases, peers
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def special(r, c, step):
 
 @pytest.mark.parametrize("rule", [exponents, ties, spread, special], ids=lambda f: f.__name__)
 def test_inputs_are_what_the_page_says(rule):
-    wide, narrow = (inputs.make(rule.__name__, dtype) for dtype in ("fp32", "bf16"))
+    wide, narrow = (cases.make(rule.__name__, dtype) for dtype in ("fp32", "bf16"))
     rng = np.random.default_rng(0)
     for r, c in rng.integers(0, wide.shape, (999, 2)).tolist():
         assert wide.view(torch.int32)[r, c].item() % 2**32 == rule(r, c, 1)
@@ -101,8 +101,8 @@ def test_a_product_outside_of_its_bound_is_wrong(monkeypatch):
 
 def test_what_torchao_differs_in(monkeypatch):
     pytest.importorskip("torchao")
-    monkeypatch.setattr(inputs, "INPUTS", ("ties", "spread"))
-    monkeypatch.setattr(inputs, "DTYPES", {"fp32": torch.float32})
+    monkeypatch.setattr(cases, "INPUTS", ("ties", "spread"))
+    monkeypatch.setattr(cases, "DTYPES", {"fp32": torch.float32})
     monkeypatch.setattr(peers, "_LIBRARIES", {"torchao": peers._LIBRARIES["torchao"]})
     found = {(one.fmt, one.rule, one.given): one.why for one in peers.compare(CPU)}
     assert found["mxfp8_e4m3", "floor", "ties"] is None

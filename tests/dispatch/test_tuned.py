@@ -12,7 +12,7 @@ import torch
 import te_mx
 from te_mx import _ops as ops
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import moe as cpu_moe
+from te_mx.backends.cpu import grouped as cpu_moe
 from te_mx.backends.device_names import short_name
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from others_experts import loop_of_linears, stand_alone
 from torch import nn
 
 import te_mx
@@ -15,20 +14,7 @@ TOKENS, WIDTH, INNER, EXPERTS = 500, 256, 192, 6
 
 
 def experts_of(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = SimpleNamespace(
-        hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=EXPERTS, hidden_act="silu",
-        swiglu_alpha=1.7, swiglu_limit=7.0, _experts_implementation="grouped_mm",
-    )  # fmt: skip
-    if kind == "mixtral":
-        from transformers.models.mixtral.modeling_mixtral import MixtralExperts as Experts
-    else:
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
-    made = Experts(config).to("cuda", torch.bfloat16)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(std=0.1)
-    return made
+    return stand_alone(kind, "silu", WIDTH, INNER, EXPERTS, 0.1).to("cuda", torch.bfloat16)
 
 
 def routed(seed: int, among: int = EXPERTS) -> list[torch.Tensor]:
@@ -37,24 +23,6 @@ def routed(seed: int, among: int = EXPERTS) -> list[torch.Tensor]:
     index = torch.rand(TOKENS, among, generator=draw, device="cuda").topk(2).indices
     scores = torch.rand(TOKENS, 2, generator=draw, device="cuda").requires_grad_()
     return [x, index, scores]
-
-
-def loop_of_linears(experts, x, index, scores):
-    out = torch.zeros(*index.shape, WIDTH, dtype=x.dtype, device="cuda")
-    for e in range(EXPERTS):
-        token, slot = torch.where(index == e)
-        h = x[token]
-        for key in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, key)[e]
-            weight = (weight.t() if experts.is_transposed else weight).contiguous()
-            layer = te_mx.Linear(weight.shape[1], weight.shape[0], experts.has_bias, "meta")
-            held = {"weight": weight}
-            if experts.has_bias:
-                held["bias"] = getattr(experts, f"{key}_bias")[e]
-            h = torch.func.functional_call(layer, held, (h,))
-            h = experts._apply_gate(h) if key == "gate_up_proj" else h
-        out = out.index_put((token, slot), h)
-    return (out * scores.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def step(run, given, held):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from others_experts import stand_alone
 
 import te_mx
 from te_mx import formats
@@ -625,18 +626,4 @@ def test_experts_of_others_run_from_codes(turned, monkeypatch):
 
 
 def others_experts(turned):
-    from types import SimpleNamespace
-
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    torch.manual_seed(0)
-    config = SimpleNamespace(
-        hidden_size=64, intermediate_size=48, num_local_experts=5, hidden_act="silu",
-        swiglu_alpha=1.7, swiglu_limit=7.0, _experts_implementation="grouped_mm",
-    )  # fmt: skip
-    made = (GptOssExperts if turned else MixtralExperts)(config).to("cuda", BF16)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(std=0.1)
-    return made
+    return stand_alone("gpt_oss" if turned else "mixtral", inner=48, std=0.1).to("cuda", BF16)

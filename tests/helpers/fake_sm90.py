@@ -52,7 +52,7 @@ _WIDE = {
 }  # fmt: skip
 _PLAIN = {LAYOUTS["k_last"]: "rows", LAYOUTS["k_first"]: "cols"}
 _MX = {number: f"{name}:{{}}" for number, name in _SPREADS.items()} | {
-    LAYOUTS["sm90_nvfp4"]: "sm90_nvfp4"
+    LAYOUTS["standing"]: "sm90_nvfp4"
 }
 
 

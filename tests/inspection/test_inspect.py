@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import formats
-from te_mx.inspection.metrics import measure
+from te_mx.inspection.collect import measure
 
 E4M3 = formats.get("mxfp8_e4m3")
 OPERANDS = [("x", "fprop"), ("x", "wgrad"), ("w", "fprop"), ("w", "dgrad"), ("g", "dgrad"),

@@ -14,8 +14,8 @@ import torch
 from te_mx import formats
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.formats import Format, Scaling
-from te_mx.inspection import metrics
-from te_mx.inspection.metrics import Sums, measure
+from te_mx.inspection import collect
+from te_mx.inspection.collect import Sums, measure
 
 DTYPES = {
     "mxfp8_e4m3": ml_dtypes.float8_e4m3fn,
@@ -174,7 +174,7 @@ def test_pieces_add_up(monkeypatch):
     x = wild(700, 96)
     how = {E4M3: "rceil", MXFP4: "floor"}
     whole = measure(x, how, 8, None)
-    monkeypatch.setattr(metrics, "CHUNK", 1)
+    monkeypatch.setattr(collect, "CHUNK", 1)
     for one, many in zip(whole, measure(x, how, 8, None), strict=True):
         assert many.sqnr == pytest.approx(one.sqnr, abs=1e-4)
         one.signal = one.noise = many.signal = many.noise = 0
@@ -184,7 +184,7 @@ def test_pieces_add_up(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 128, 1000, 5000])
 @pytest.mark.parametrize("most", [None, 1, 128 * 64 * 3, 10**9])
 def test_stripes_are_whole_and_lie_evenly(rows, most):
-    read = list(metrics.stripes(rows, 64, most))
+    read = list(collect.stripes(rows, 64, most))
     assert all(start % 128 == 0 and start < end <= rows for start, end in read)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(read))
     total = sum(end - start for start, end in read)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
+from others_experts import loop_of_linears, stand_alone
 from torch import nn
 
 import te_mx
@@ -18,38 +18,6 @@ def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.detach() - exact.detach()).norm() / exact.detach().norm())
 
 
-def stand_alone(kind: str, hidden_act: str = "silu") -> nn.Module:
-    """Experts as the models make them, with values of every sign and size."""
-    torch.manual_seed(2)
-    sizes = {"hidden_size": 64, "intermediate_size": 40, "_experts_implementation": "grouped_mm"}
-    if kind == "gpt_oss":
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
-
-        own = {"num_local_experts": 5, "swiglu_alpha": 1.7, "swiglu_limit": 7.0}
-    elif kind == "aria":
-        from transformers.models.aria.modeling_aria import AriaExperts as Experts
-
-        own = {"moe_num_experts": 5}
-    elif kind == "nemotron_h":
-        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts as Experts
-
-        own = {
-            "n_routed_experts": 5, "moe_intermediate_size": 40, "moe_latent_size": None,
-            "mlp_hidden_act": "relu2",
-        }  # fmt: skip
-    else:
-        from transformers.models.mixtral.modeling_mixtral import MixtralExperts as Experts
-
-        own = {"num_local_experts": 5, "hidden_act": hidden_act}
-    made = Experts(SimpleNamespace(**sizes, **own))
-    if not hasattr(made, "has_gate"):
-        pytest.skip(f"{Experts.__name__} of this transformers does not ask the registry")
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(std=0.2)
-    return made
-
-
 def routed(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, two experts of each (none has expert 3) and their weights."""
     draw = torch.Generator().manual_seed(3)
@@ -59,27 +27,6 @@ def routed(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     index = index.topk(2).indices
     scores = torch.rand(150, 2, generator=draw).requires_grad_()
     return x, index, scores
-
-
-def loop_of_linears(experts: nn.Module, x, index, scores) -> torch.Tensor:
-    """The experts one after the other, each product a te_mx.Linear."""
-    gated = experts.has_gate
-    out = torch.zeros(*index.shape, 64, dtype=x.dtype)
-    for e in range(5):
-        token, slot = torch.where(index == e)
-        h = x[token]
-        for key in ("gate_up_proj" if gated else "up_proj", "down_proj"):
-            weight = getattr(experts, key)[e]
-            weight = weight.t() if experts.is_transposed else weight
-            layer = te_mx.Linear(weight.shape[1], weight.shape[0], bias=experts.has_bias)
-            held = {"weight": weight}
-            if experts.has_bias:
-                held["bias"] = getattr(experts, f"{key}_bias")[e]
-            h = torch.func.functional_call(layer, held, (h,))
-            if key != "down_proj":
-                h = experts._apply_gate(h) if gated else experts.act_fn(h)
-        out = out.index_put((token, slot), h)
-    return (out * scores.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def has_the_bits_of_a_loop(experts, x, index, scores):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
 from norm_modules import assert_same, filled, gradients, one_after_the_other, relative
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.dispatch.fused import NORMS
@@ -147,50 +145,6 @@ def test_initialization_and_names_are_transformer_engines():
     assert te_mx.LayerNormLinear(8, 8, device="meta", params_dtype=BF16).weight.is_meta
 
 
-def test_checkpoints():
-    m, other = layer(64, 32), layer(64, 32)
-    state = m.state_dict()
-    state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
-    other.load_state_dict(state)
-    x = torch.randn(3, 64, dtype=BF16)
-    for twin in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
-        assert torch.equal(mxfp8(m)(x), mxfp8(twin)(x))
-
-
-def test_micro_batches():
-    m = layer(64, 32)
-    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 32, dtype=BF16)
-    run = mxfp8(m)
-    plain = gradients(m, x, run, g)
-    assert_same(gradients(m, x, lambda v: run(v, True), g), plain)
-    assert_same(gradients(m, x, lambda v: run(v, False), g), plain)
-    with torch.no_grad():
-        m.weight.zero_()
-    assert torch.equal(run(x, False), plain[0])  # it stands still, as the user said
-    assert torch.equal(run(x, True), m.bias.expand(5, 32))
-
-
-def test_weight_gradients_with_a_place_of_their_own():
-    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 32, dtype=BF16)
-    plain = layer(64, 32)
-    _, expected = gradients(plain, x, mxfp8(plain), g)
-    delayed = te_mx.LayerNormLinear(64, 32, dtype=BF16, delay_wgrad_compute=True)
-    fused = te_mx.LayerNormLinear(64, 32, dtype=BF16, fuse_wgrad_accumulation=True)
-    for m in (delayed, fused):
-        m.load_state_dict(plain.state_dict())
-    fused.weight.main_grad = torch.zeros(32, 64)
-    mxfp8(delayed)(x).backward(g)
-    assert delayed.weight.grad is None
-    delayed.backward_dw()
-    assert torch.equal(delayed.weight.grad, expected["weight"])
-    mxfp8(fused)(x).backward(g)
-    assert fused.weight.grad is None
-    assert torch.equal(fused.weight.main_grad.to(BF16), expected["weight"])
-    for m in (delayed, fused):  # and in high precision
-        m(x).backward(g)
-    delayed.backward_dw()
-
-
 def test_split_parameters():
     whole = layer(64, 96)
     split = te_mx.LayerNormLinear(64, 96, dtype=BF16, parameters_split={"query_": 32, "kv": 64})
@@ -218,28 +172,6 @@ def test_compiled():
         results.append((y, z, *torch.autograd.grad((y, z), (x, *m.parameters()), (y, z))))
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
-
-
-def test_recomputed_and_under_autocast():
-    m = layer(64, 32, dtype=torch.float32)
-    x = torch.randn(6, 64)
-    with torch.autocast("cpu", BF16):
-        assert mxfp8(m)(x).dtype == BF16
-    g = torch.randn(6, 32)
-
-    def recomputed(v):
-        with te_mx.autocast():
-            return checkpoint(m, v, use_reentrant=False)
-
-    assert_same(gradients(m, x, recomputed, g), gradients(m, x, mxfp8(m), g))
-
-
-def test_no_second_derivative():
-    m = layer(64, 32)
-    x = torch.randn(6, 64, dtype=BF16, requires_grad=True)
-    (dx,) = torch.autograd.grad(mxfp8(m)(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"te_mx\.LayerNormLinear: trying to diff"):
-        dx.sum().backward()
 
 
 def test_errors():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +10,6 @@ from norm_modules import assert_same, filled, gradients, one_after_the_other, re
 from strategies import POSITIVE, SEEDS
 from test_layernorm_linear import BF16, RECIPES, mxfp8
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import _ops as ops
@@ -211,52 +207,6 @@ def test_initialization_and_names_are_transformer_engines():
     assert (own.fc1_weight == 1).all() and not own.fc2_weight.any() and own.fc1_bias is None
 
 
-def test_checkpoints():
-    m, other = mlp(64, 32), mlp(64, 32)
-    other.load_state_dict({**m.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)})
-    x = torch.randn(3, 64, dtype=BF16)
-    for twin in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
-        assert torch.equal(mxfp8(m)(x), mxfp8(twin)(x))
-
-
-def test_micro_batches(monkeypatch):
-    m = mlp(64, 32)
-    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 64, dtype=BF16)
-    run = mxfp8(m)
-    plain = gradients(m, x, run, g)
-    assert_same(gradients(m, x, lambda v: run(v, True), g), plain)
-    monkeypatch.setattr(linear_recipe, "plan_weight", None)  # nothing is quantized again
-    assert_same(gradients(m, x, lambda v: run(v, False), g), plain)
-
-
-def test_weight_gradients_with_a_place_of_their_own():
-    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 64, dtype=BF16)
-    plain = mlp(64, 32)
-    _, expected = gradients(plain, x, mxfp8(plain), g)
-    delayed = te_mx.LayerNormMLP(64, 32, dtype=BF16, delay_wgrad_compute=True)
-    fused = te_mx.LayerNormMLP(64, 32, dtype=BF16, fuse_wgrad_accumulation=True)
-    for m in (delayed, fused):
-        m.load_state_dict(plain.state_dict())
-    for _ in range(2):
-        mxfp8(delayed)(x).backward(g)
-    assert delayed.fc1_weight.grad is None and delayed.fc2_weight.grad is None
-    delayed.backward_dw()
-    assert torch.equal(delayed.fc1_weight.grad, expected["fc1_weight"])
-    assert torch.equal(delayed.fc2_weight.grad, expected["fc2_weight"])
-    delayed.backward_dw()
-    with pytest.raises(RuntimeError, match="no weight gradient is waiting"):
-        delayed.backward_dw()
-    delayed.fc1_weight.requires_grad_(False)
-    mxfp8(delayed)(x).backward(g)
-    delayed.backward_dw()
-    for weight in (fused.fc1_weight, fused.fc2_weight):
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    mxfp8(fused)(x).backward(g)
-    assert fused.fc1_weight.grad is None
-    for name in ("fc1_weight", "fc2_weight"):
-        assert torch.equal(getattr(fused, name).main_grad.to(BF16), expected[name])
-
-
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "clamped_swiglu"])
 def test_compiled(activation):
     torch._dynamo.reset()
@@ -264,19 +214,6 @@ def test_compiled(activation):
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
     x, g = torch.randn(6, 64, dtype=BF16), torch.randn(6, 64, dtype=BF16)
     assert_same(gradients(m, x, mxfp8(compiled), g), gradients(m, x, mxfp8(m), g))
-
-
-def test_recomputed_and_under_autocast():
-    m = mlp(64, 32, dtype=torch.float32)
-    x, g = torch.randn(6, 64), torch.randn(6, 64)
-    with torch.autocast("cpu", BF16):
-        assert mxfp8(m)(x).dtype == BF16
-
-    def recomputed(v):
-        with te_mx.autocast():
-            return checkpoint(m, v, use_reentrant=False)
-
-    assert_same(gradients(m, x, recomputed, g), gradients(m, x, mxfp8(m), g))
 
 
 @pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
@@ -290,14 +227,6 @@ def test_as_on_hopper(monkeypatch):
     packed = gradients(m, x, mxfp8(m), g)
     for name, value in plain[1].items():
         assert relative(packed[1][name], value) < 0.02, name
-
-
-def test_no_second_derivative():
-    m = mlp(64, 32)
-    x = torch.randn(6, 64, dtype=BF16, requires_grad=True)
-    (dx,) = torch.autograd.grad(mxfp8(m)(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"te_mx\.LayerNormMLP: trying to differentiate twice"):
-        dx.sum().backward()
 
 
 @pytest.mark.parametrize("region", [True, False])

@@ -69,8 +69,23 @@ def test_a_study_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkeypat
     assert "is of other settings (lr: 0.002 there, 0.001 here)" in capsys.readouterr().err
 
 
-def test_runs_go_on_from_one_checkpoint(tmp_path, capsys):
-    """Each from the bits of the same weights and moments, on batches of its own."""
+def test_runs_go_on_from_one_checkpoint(tmp_path, capsys, monkeypatch):
+    """Each from the bits of the same weights and moments, on batches of its own; the memory of the
+    first run is given back before they start."""
+    living, given_back, run = weakref.WeakSet(), [], study.run
+
+    class Trainer(train.LlamaTrainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            living.add(self)
+
+    def alone(*args):
+        assert given_back == [0]
+        return run(*args)
+
+    monkeypatch.setattr(train, "LlamaTrainer", Trainer)
+    monkeypatch.setattr(study, "run", alone)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(len(living)))
     assert train_llama.main(options(tmp_path, "--begin", "6")) == 0
     begin = torch.load(tmp_path / "begin-6.pt", weights_only=True)
     assert begin["settings"]["seed"] == 2 and begin["settings"]["mode"] == "bf16"
@@ -80,9 +95,15 @@ def test_runs_go_on_from_one_checkpoint(tmp_path, capsys):
     assert max(firsts) < begin["losses"][0] - 0.1 and abs(firsts[1] / firsts[0] - 1) < 0.02
     one, other = (runs[f"bf16-seed{seed}"]["losses"] for seed in (0, 1))
     assert one[0] != other[0]
-    made = (tmp_path / "begin-6.pt").stat().st_mtime_ns
+    written = (tmp_path / "begin-6.pt").stat().st_mtime_ns
     assert train_llama.main(options(tmp_path, "--begin", "6")) == 0  # nothing is left to do
-    assert (tmp_path / "begin-6.pt").stat().st_mtime_ns == made
+    assert (tmp_path / "begin-6.pt").stat().st_mtime_ns == written
+    for record in tmp_path.glob("*-seed*.json"):
+        record.unlink()
+    capsys.readouterr()
+    assert train_llama.main(options(tmp_path, "--begin", "6", "--lr", "1e-3")) == 1
+    said = capsys.readouterr().err
+    assert "begin-6.pt is of other settings (lr: 0.002 there, 0.001 here): take another" in said
     trainer = train.LlamaTrainer(
         train.LlamaSettings(**begin["settings"] | {"begin": str(tmp_path / "begin-6.pt"),
         "mode": "mxfp8", "recipe": "mxfp8"}), gpt_train.data.load(""),

@@ -179,7 +179,7 @@ def why_not(
     if problem.place.device != "cpu":
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
-        return "needs the native module"
+        return base.why_forced() or "needs the native module"
     formats = MX + BLOCKWISE * blockwise + COLUMNWISE * columnwise + NVFP4 * nvfp4
     return unknown(problem, (*LAYOUTS, *more), formats, random)
 

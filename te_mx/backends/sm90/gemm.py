@@ -189,7 +189,7 @@ class Products:
         self.fp4 = sum(not rest for rest, _ in packs)
         self.packs, self.own_at = tuple(pack for _, pack in packs), at
         if name == ADAPTIVE and spec_of(p.rhs).layout is SM90_FROZEN:
-            self.record.rhs_layout = LAYOUTS["sm90_nvfp4"]  # nobody writes it any more
+            self.record.rhs_layout = LAYOUTS["standing"]
         self.nbytes = self.record.workspace_bytes = self.workspace_bytes(self.record)
 
     def __call__(self, p: Product) -> Ran | None:

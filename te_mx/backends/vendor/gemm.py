@@ -10,14 +10,110 @@ from torch import Tensor
 from te_mx.backends import base
 from te_mx.backends.native import BLOCKWISE
 from te_mx.backends.reference import gemm
-from te_mx.backends.vendor.layouts import SWIZZLED, of_groups, of_k, of_rows, of_squares, of_stack
 from te_mx.dispatch.calls import Epilogue, GroupedK, GroupedRows, Product, Ran
 from te_mx.dispatch.groups import BLOCK, device_bounds, inside_groups, scale_rows
 from te_mx.dispatch.kernels import Kernel, PreferredLayouts, kernels
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
+from te_mx.formats import Format
 from te_mx.layouts import spec_of
+from te_mx.layouts.base import Layout, Parts, Shape
 from te_mx.layouts.operand import Operand, Stack
+
+# ----------------------------------------------------------------------------------------- layouts
+# What torch.nn.functional.scaled_mm asks of scales, in plain torch.
+_TALL, _WIDE = 128, 4  # scales of a tile: 128 rows, 4 blocks
+_ROUND = 32
+
+
+class Swizzled(Layout):
+    """Codes by rows, scales [rows rounded up to 128, blocks rounded up to 4] as SWIZZLE_32_4_4.
+
+    Tiles of 128 rows and 4 blocks lie behind each other, those of the same rows first; in a tile
+    the scale of row r and block b is byte (r % 32) * 16 + r // 32 * 4 + b. What pads is 0. cuBLAS,
+    "1D Block Scaling Factors Layout"."""
+
+    name = "torch_swizzled"
+    refused = "formats but MX ones and NVFP4 with blocks of one row"
+
+    def takes(self, fmt: Format) -> bool:
+        return fmt.scaling.scale != "fp32" and fmt.scaling.block[0] == 1
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        padded = -(-rows // _TALL) * _TALL, -(-fmt.blocks(k) // _WIDE) * _WIDE
+        return fmt.codes_shape(rows, k), padded
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        return codes, _swizzled(scales)
+
+    def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        tall, wide = scales.shape
+        tiles = scales.reshape(tall // _TALL, wide // _WIDE, _ROUND, _TALL // _ROUND, _WIDE)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall, wide)
+        return codes, plain[: len(codes), : fmt.blocks(k)].contiguous()
+
+
+def _swizzled(scales: Tensor) -> Tensor:
+    rows, blocks = scales.shape
+    pad = torch.nn.functional.pad(scales, (0, -blocks % _WIDE, 0, -rows % _TALL))
+    tiles = pad.view(-(-rows // _TALL), _TALL // _ROUND, _ROUND, -(-blocks // _WIDE), _WIDE)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(pad.shape)
+
+
+def of_rows(scales: Tensor) -> Tensor:
+    """fp32 scales [rows, blocks] of blocks of 1 x 128, columns behind each other."""
+    return scales.t().contiguous().t()
+
+
+def of_squares(scales: Tensor) -> Tensor:
+    """fp32 scales [rows, blocks along k] of blocks of 128 x 128 as [blocks along k rounded up to 4,
+    rows], columns behind each other."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).t()
+
+
+def of_stack(scales: Tensor) -> Tensor:
+    """Scales [groups, rows, blocks] of weights, swizzled, those of a group [rows rounded up to 128
+    * blocks rounded up to 4] behind each other."""
+    groups, rows, _ = scales.shape
+    tall = torch.nn.functional.pad(scales, (0, 0, 0, -rows % _TALL)).flatten(0, 1)
+    return _swizzled(tall).view(groups, -1)
+
+
+def of_groups(scales: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Scales [rows, blocks] of tokens, swizzled, the rows of every group rounded up to 128: [rows
+    // 128 * 128 + groups * 128, blocks rounded up to 4], for every split."""
+    rows, blocks = scales.shape
+    tall = scale_rows(rows, len(ends), _TALL) * _TALL
+    padded = (ends - starts + _TALL - 1) // _TALL * _TALL
+    group, inside = inside_groups(starts, ends, rows)
+    first = (padded.cumsum(0) - padded - starts)[group]
+    room = scales.new_zeros(tall + 1, blocks)
+    room[torch.where(inside, first + torch.arange(rows, device=ends.device), tall)] = scales
+    return _swizzled(room[:-1])
+
+
+def of_k(scales: Tensor, blocks: Tensor, ends: Tensor) -> Tensor:
+    """Scales [blocks, rows] along k, by the block of each in a copy where groups of k start at
+    tiles and end at `ends` (a number behind it: of none), swizzled, the tiles of a group behind
+    each other: [rows rounded up to 128, blocks of the copy]."""
+    placed = scales.new_zeros(len(blocks) + 1, scales.shape[1])
+    placed[:-1] = torch.nn.functional.pad(scales, (0, 0, 0, 1))[blocks]
+    tiles = _swizzled(placed[:-1].t()).view(-1, len(blocks) // _WIDE, _TALL * _WIDE)
+    stop = ends // (_WIDE * BLOCK)
+    tile = torch.arange(tiles.shape[1], device=ends.device)
+    group = torch.searchsorted(stop, tile, right=True)
+    start = torch.nn.functional.pad(stop, (1, 0))
+    inside = group < len(stop)
+    first = torch.where(inside, start[group], tile)
+    across = torch.where(inside, torch.nn.functional.pad(stop, (0, 1))[group] - first, 1)
+    down = torch.arange(len(tiles), device=ends.device)[:, None]
+    made = torch.empty_like(tiles).flatten(0, 1)
+    made[len(tiles) * first + down * across + tile - first] = tiles
+    return made.view(-1, len(blocks))
+
+
+SWIZZLED = Swizzled()
+
 
 # The first major of GPUs that multiply a format by cuBLAS, and the one behind the last; torch
 # takes E4M3 alone, in blocks of any kind.
@@ -69,10 +165,38 @@ def why_not_rows(problem: Problem, *layouts: str) -> str | None:
     return "takes matrices that are not empty" if problem.empty else None
 
 
-class ScaledMM(Kernel):
+class _OfTorch(Kernel):
+    """A product that torch computes; calls that it does not take run on the kernel behind."""
+
+    rank = 400
+    layouts = PreferredLayouts("rows", "grouped_cols")
+
+    def takes(self, call: Any) -> bool:
+        """Whether torch computes all that a call asks for."""
+        raise NotImplementedError
+
+    def sized(self, problem: Problem) -> bool:
+        return True
+
+    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
+        return self.layouts
+
+    def make_plan(self, problem: Problem) -> Any:
+        rest = behind(self, problem)
+
+        def plan(p: Any) -> Any:
+            if self.takes(p):
+                return self.run(p)
+            return None if rest is None else rest(p)
+
+        return plan
+
+
+class ScaledMM(_OfTorch):
     """cuBLAS, through torch: products of rows, with the epilogue in plain torch behind them."""
 
-    op, name, rank = "gemm", "torch_scaled_mm", 400
+    op, name = "gemm", "torch_scaled_mm"
+    layouts = PreferredLayouts("rows", "rows")
 
     def accepts(self, problem: Problem) -> str | None:
         reason, (m, n, k) = why_not_rows(problem), (problem.m, problem.n, problem.k)
@@ -113,22 +237,10 @@ class ScaledMM(Kernel):
         return None
 
     def make_plan(self, problem: Problem) -> Any:
-        if capability(problem.place.index) != AMD:
-            return self.run
-        rest = behind(self, problem)  # fp32 sums, which epilogues work on, are not given there
+        return super().make_plan(problem) if capability(problem.place.index) == AMD else self.run
 
-        def plan(p: Product) -> "Ran | None":
-            if p.epilogue == Epilogue():
-                return self.run(p)
-            return None if rest is None else rest(p)
-
-        return plan
-
-    def sized(self, problem: Problem) -> bool:
-        return True
-
-    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
-        return PreferredLayouts("rows", "rows")
+    def takes(self, call: Product) -> bool:
+        return call.epilogue == Epilogue()  # which works on fp32 sums: AMD gives none
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         """With its scales swizzled, once."""
@@ -213,10 +325,10 @@ def _why_not_groups(problem: Problem) -> str | None:
     return None
 
 
-class ScaledGroupedMM(Kernel):
+class ScaledGroupedMM(_OfTorch):
     """Groups of rows whose ends the device knows, through torch, in bf16."""
 
-    op, name, rank = "gemm_rows", "torch_scaled_grouped_mm", 400
+    op, name = "gemm_rows", "torch_scaled_grouped_mm"
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not_rows(problem)
@@ -227,21 +339,8 @@ class ScaledGroupedMM(Kernel):
             reason = f"takes n that divides by {_MULTIPLE} and k by 32"
         return reason or _why_not_groups(problem)
 
-    def sized(self, problem: Problem) -> bool:
-        return True
-
-    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
-        return PreferredLayouts("rows", "grouped_cols")
-
-    def make_plan(self, problem: Problem) -> Any:
-        rest = behind(self, problem)  # torch adds no bias
-
-        def plan(p: GroupedRows) -> "str | None":
-            if p.bias is None:
-                return self.run(p)
-            return None if rest is None else rest(p)
-
-        return plan
+    def takes(self, call: GroupedRows) -> bool:
+        return call.bias is None
 
     def run(self, p: GroupedRows) -> str:
         rows, count, capacity = len(p.out), p.rhs.groups, p.groups.capacity
@@ -257,11 +356,11 @@ class ScaledGroupedMM(Kernel):
         return self.name
 
 
-class ScaledGroupedK(Kernel):
+class ScaledGroupedK(_OfTorch):
     """Products of groups over their rows, through torch, in bf16: of copies that lie by rows, where
     every group starts at 128 of k."""
 
-    op, name, rank = "gemm_k", "torch_scaled_grouped_mm", 400
+    op, name = "gemm_k", "torch_scaled_grouped_mm"
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not_rows(problem, "grouped_cols")
@@ -272,21 +371,8 @@ class ScaledGroupedK(Kernel):
             reason = f"takes m and n that divide by {_MULTIPLE}"
         return reason or _why_not_groups(problem)
 
-    def sized(self, problem: Problem) -> bool:
-        return True
-
-    def preferred_layouts(self, problem: Problem) -> PreferredLayouts:
-        return PreferredLayouts("rows", "grouped_cols")
-
-    def make_plan(self, problem: Problem) -> Any:
-        rest = behind(self, problem)  # torch adds to nothing
-
-        def plan(p: GroupedK) -> "str | None":
-            if not p.accumulate:
-                return self.run(p)
-            return None if rest is None else rest(p)
-
-        return plan
+    def takes(self, call: GroupedK) -> bool:
+        return not call.accumulate
 
     def run(self, p: GroupedK) -> str:
         rows, device = p.lhs.k, p.out.device

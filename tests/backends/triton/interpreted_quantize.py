@@ -25,7 +25,7 @@ from te_mx import formats
 from te_mx.backends.triton import binding
 from te_mx.backends.triton import quantize as quantizers
 from te_mx.backends.triton.kernels import e2m1
-from te_mx.conformance import inputs
+from te_mx.conformance import cases
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import ActGroups, Groups, Quantize, QuantizeGroups
 from te_mx.dispatch.fused import ACTIVATIONS, Activation, ActStep, Norm, NormStep, Target
@@ -49,9 +49,9 @@ def triton_of(op: str) -> Kernel:
 def sample(dtype: str, *names: str) -> torch.Tensor:
     """Rows of inputs of the conformance set, whose blocks of 32 stay whole."""
     rows = []
-    for name in names or inputs.INPUTS:
+    for name in names or cases.INPUTS:
         width, step, first = PARTS[name]
-        rows.append(inputs.make(name, dtype)[:, :width].reshape(-1, 96)[first::step])
+        rows.append(cases.make(name, dtype)[:, :width].reshape(-1, 96)[first::step])
     return torch.cat(rows)[:-1, :93]
 
 
@@ -99,14 +99,14 @@ def ways(fmt: str, i: int) -> tuple[str, torch.dtype]:
 
 def test_bytes() -> None:
     formats = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"
-    x = {dtype: sample(dtype) for dtype in inputs.DTYPES}
-    for fmt, dtype in itertools.product(formats, inputs.DTYPES):
+    x = {dtype: sample(dtype) for dtype in cases.DTYPES}
+    for fmt, dtype in itertools.product(formats, cases.DTYPES):
         for i, rule in enumerate(get(fmt).scaling.rules):
             col, out = ways(fmt, i + (dtype == "bf16"))
             same(Quantize(x[dtype], f"{fmt}@rows", col, rule, True), out)
             if i == 0:  # one row, which is compiled for itself
                 same(Quantize(x[dtype][4:5], f"{fmt}@rows", "", rule), out)
-    wide = [inputs.make(name, "fp32")[2::13, -161:] for name in ("spread", "special")]
+    wide = [cases.make(name, "fp32")[2::13, -161:] for name in ("spread", "special")]
     formats = "fp8_e4m3_1x128", "fp8_e5m2_128x128", "fp8_e4m3fnuz_1x128", "fp8_e5m2fnuz_128x128"
     for fmt, one in itertools.product(formats, (*wide, x["bf16"])):
         for i, rule in enumerate(get(fmt).scaling.rules):
@@ -120,7 +120,7 @@ def test_units() -> None:
     ways = [("mxfp4", rule) for rule in ("rceil", "floor", "even")] + [("nvfp4", "te")]
     ways += [("mxfp8_e4m3", "rceil"), ("fp8_e4m3_1x128", "pow2"), ("fp8_e4m3_1x128", "fp32:1e-12")]
     for i, (fmt, rule) in enumerate((*ways, ways[3])):
-        given = sample(tuple(inputs.DTYPES)[i % 2])
+        given = sample(tuple(cases.DTYPES)[i % 2])
         x = torch.cat([given, given.flip(0), given])[:256, :72].repeat(1, 2)[:, :136]
         for one in (x[:, :128], x[:136, 8:], x[8:, 8:][:80, 1:97]):
             same(Quantize(one, f"{fmt}@rows", f"{fmt}@rows", rule))
@@ -221,7 +221,7 @@ def test_nvfp4() -> None:
     """All writers' rules, of blocks of a row and of 16 rows, with a scale of the tensor and of each
     row; the largest magnitudes of inputs are far apart, so each is a matrix."""
     halves = ("ties", "spread"), ("exponents", "special")
-    x = [sample(dtype, *half) for dtype, half in itertools.product(inputs.DTYPES, halves)]
+    x = [sample(dtype, *half) for dtype, half in itertools.product(cases.DTYPES, halves)]
     for i, rule in enumerate(get("nvfp4").scaling.rules):
         for one in (x[i % 4], x[3 - i % 4]):
             col, out = ways("nvfp4", i)
@@ -373,6 +373,17 @@ def test_layers() -> None:
                 assert (mine.cpu() - other).norm() <= far * other.norm(), recipe
             ran = te_mx.audit(layer).layers[0]
             assert (ran.fprop, ran.dgrad, ran.wgrad) == ("triton",) * 3, (recipe, ran)
+
+
+def test_reasons() -> None:
+    """A fallback names why Triton declines, not that others were not asked for."""
+    x = te_mx.quantize(torch.ones(4, 32, device=DEVICE), "mxfp6_e3m2")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        te_mx.gemm(x, x)
+    said = [str(one.message) for one in seen if one.category is te_mx.FallbackWarning]
+    assert len(said) == 1 and "TE_MX_BACKEND" not in said[0], said
+    assert "is slow: takes mxfp8_e4m3, " in said[0] and "not mxfp6_e3m2" in said[0], said
 
 
 def run_case(case: str) -> None:

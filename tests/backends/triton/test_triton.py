@@ -25,7 +25,11 @@ def test_interpreted(case, *more, file="interpreted.py"):
 
 @TRITON
 @pytest.mark.parametrize(
-    "cases", [("bytes", "random", "units", "words", "executed"), ("nvfp4", "norms", "activations")]
+    "cases",
+    [
+        ("bytes", "random", "units", "words", "executed", "reasons"),
+        ("nvfp4", "norms", "activations"),
+    ],
 )
 def test_interpreted_quantizers(cases):
     test_interpreted(*cases, file="interpreted_quantize.py")

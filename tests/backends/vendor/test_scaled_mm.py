@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_mx.backends.vendor import gemm
-from te_mx.backends.vendor.layouts import SWIZZLED
+from te_mx.backends.vendor.gemm import SWIZZLED
 from te_mx.dispatch.calls import (
     Epilogue,
     GroupedK,
