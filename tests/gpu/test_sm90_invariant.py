@@ -71,6 +71,7 @@ def test_rows_keep_their_bits(recipe, rows, n, k):
             graph.replay()
             same(y, whole[-m:])
         if rows > 4096:
+            torch._dynamo.reset()  # forward has eight entries at most, two of each recipe here
             compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
             for m in (1, 33, 300, 4096):
                 with torch.no_grad():
@@ -107,8 +108,7 @@ def test_few_rows_of_frozen_weights_are_those_of_many(fmt, rows, n, k, dtype):
         assert te_mx.audit(layer)["(root)"].fprop != "sm90_rows"
         for m in {1, 2, 4, 5, 9, 16, 31, 33, 50, min(rows, 64)}:
             same(layer(x[-m:].contiguous()), whole[-m:])
-            few = 32 if fmt != "mxfp8" and n > 16896 else 64  # as many tiles as multiprocessors
-            assert (te_mx.audit(layer)["(root)"].fprop == "sm90_rows") == (m <= few)
+            assert (te_mx.audit(layer)["(root)"].fprop == "sm90_rows") == (m <= 64)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8"])

@@ -46,25 +46,49 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
     a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
 }
 
-// A row of bf16 in whole vectors by eight lanes: a first pass of all blocks by fewer instructions,
-// and others where some lie far apart.
-__device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
-  using Eight = AlignedValues<__nv_bfloat16, true>;
-  using In = Input<__nv_bfloat16>;
-  const int quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 8;
-  const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 8;
-  const int k = quad * kDecodeQuad + lane * 16, block = row / a.rows, r = row - block * a.rows;
-  DecodeRows rows = a.rows_of;
-  if (!rows.begin(block) || rows.group < 0) return;
-  const bool there = r < rows.count;
-  const auto* const from =
-      static_cast<const __nv_bfloat16*>(a.in.x) + int64_t{there ? rows.first + r : 0} * a.in.ld + k;
+// A row of bf16 in whole vectors by eight lanes, which have sixteen of a quad each.
+template <bool kFactors>
+struct PlainRow {
+  using Eight = AlignedValues<__nv_bfloat16, true, kFactors>;
+  int quad, lane, block, r;
+  bool any = false, there = false;  // whether the block has rows, and whether this is one
   Eight x[2];
-  Eight::read(x[0].v, from, there ? a.k - k : 0);
-  Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
-  auto most = In::larger(x[0].own_most(), x[1].own_most());
-  const float2 two = In::magnitudes(In::larger(most, In::shuffle_xor(most, 1)));
-  const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+
+  __device__ __forceinline__ explicit PlainRow(const AlignedInput& a) {
+    quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 8;
+    const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 8;
+    const int k = quad * kDecodeQuad + lane * 16;
+    block = row / a.rows, r = row - block * a.rows;
+    DecodeRows rows = a.rows_of;
+    if (!rows.begin(block) || rows.group < 0) return;
+    any = true, there = r < rows.count;
+    const auto* const from = static_cast<const __nv_bfloat16*>(a.in.x) +
+                             int64_t{there ? rows.first + r : 0} * a.in.ld + k;
+    Eight::read(x[0].v, from, there ? a.k - k : 0);
+    Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
+  }
+  // The bits of the largest magnitude of so many lanes.
+  template <int kLanes>
+  __device__ __forceinline__ uint32_t largest() const {
+    using In = Input<__nv_bfloat16>;
+    auto most = In::larger(x[0].own_most(), x[1].own_most());
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2)
+      most = In::larger(most, In::shuffle_xor(most, lanes));
+    const float2 two = In::magnitudes(most);
+    return max(__float_as_uint(two.x), __float_as_uint(two.y));
+  }
+};
+
+// A first pass of all blocks of such a row by fewer instructions, and others where some lie far
+// apart.
+__device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
+  const PlainRow<false> own(a);
+  if (!own.any) return;
+  const auto& x = own.x;
+  const int quad = own.quad, lane = own.lane, block = own.block, r = own.r;
+  const bool there = own.there;
+  const uint32_t amax = own.largest<2>();
   const int byte = static_cast<int>(scale_byte(a.in, amax));
   const bool left = amax != 0 && byte != 255;
   int e = left ? byte : -1;
@@ -89,7 +113,7 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
   if (a.beside != nullptr) return;
   int passes = 1;
   if (__syncthreads_or(left && !taken)) {
-    AlignedSixteen<Eight> blocks(x, a.in, amax);
+    AlignedSixteen<PlainRow<false>::Eight> blocks(x, a.in, amax);
     int number = 0;
 #pragma unroll 1
     for (; number == 0 || blocks.more(); ++number) {
@@ -107,30 +131,17 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
 
 // The same with one fp32 scale for 128 of k.
 __device__ __forceinline__ void factor_plain_row(const AlignedInput& a) {
-  using Eight = AlignedValues<__nv_bfloat16, true, true>;
-  using In = Input<__nv_bfloat16>;
-  const int quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 8;
-  const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 8;
-  const int k = quad * kDecodeQuad + lane * 16, block = row / a.rows, r = row - block * a.rows;
-  DecodeRows rows = a.rows_of;
-  if (!rows.begin(block) || rows.group < 0) return;
-  const bool there = r < rows.count;
-  const auto* const from =
-      static_cast<const __nv_bfloat16*>(a.in.x) + int64_t{there ? rows.first + r : 0} * a.in.ld + k;
-  Eight x[2];
-  Eight::read(x[0].v, from, there ? a.k - k : 0);
-  Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
-  auto most = In::larger(x[0].own_most(), x[1].own_most());
-#pragma unroll
-  for (int lanes = 1; lanes < 8; lanes *= 2) most = In::larger(most, In::shuffle_xor(most, lanes));
-  const float2 two = In::magnitudes(most);
-  const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
+  const PlainRow<true> own(a);
+  if (!own.any) return;
+  const auto& x = own.x;
+  const uint32_t amax = own.largest<8>();
   const Factor f =
       factor_of_block<Element::e4m3>(__uint_as_float(amax), a.in.epsilon, a.in.power_of_two);
-  if (!there) return;
+  if (!own.there) return;
   const uint2 low = x[0].codes_by(f.factor), high = x[1].codes_by(f.factor);
-  store_sixteen(a.at(block, 0, quad), {low.x, low.y, high.x, high.y}, r, lane);
-  if (lane == 0) a.scales_at(block, 0, quad)[aligned_scale_place<false>(r)] = f.scale;
+  store_sixteen(a.at(own.block, 0, own.quad), {low.x, low.y, high.x, high.y}, own.r, own.lane);
+  if (own.lane == 0)
+    a.scales_at(own.block, 0, own.quad)[aligned_scale_place<false>(own.r)] = f.scale;
 }
 
 template <bool kFactors, bool kVectors>

@@ -24,10 +24,6 @@ Status run(DealtParams p, const DecodeTask& t) {
   if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
                                    t.w.row_bytes, t.w.ld, kWideRows, kDecodeQuad))
     return Status::unsupported;
-  if constexpr (!Math::kMakesX) {
-    const Status status = launch_align_beside(p.x, t.workspace, p.blocks, t.stream);
-    if (status != Status::ok) return status;
-  }
   const dim3 grid((p.n + kWideRows - 1) / kWideRows * p.blocks * p.cluster);
   const auto threads = static_cast<unsigned>(kDealtMath + 32 + 32 * p.adders);
   const int smem = std::max(bytes(), kDecodeLeastSmem);
@@ -36,8 +32,7 @@ Status run(DealtParams p, const DecodeTask& t) {
 
 }  // namespace
 
-// NOTE: measured on an NVIDIA H200, 2026-11-29: of more rows products are too many bytes to send,
-// so that ring_kernel is faster but where a CTA has all of k.
+// NOTE: measured on an NVIDIA H200, 2026-11-29: of more rows products are too many bytes to send.
 Status run_dealt(const DecodeTask& t, bool factors, int sms) {
   DealtParams p;
   p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
@@ -46,11 +41,9 @@ Status run_dealt(const DecodeTask& t, bool factors, int sms) {
   p.n = static_cast<int>(t.n), p.out = t.p.out;
   p.cluster = num_splits({SplitKind::wide, t.n, t.k, sms});
   if (t.rows.groups.count > 0 || p.x.quads > kDealtMostQuads ||
-      reinterpret_cast<uintptr_t>(p.words) % 16 != 0)
+      reinterpret_cast<uintptr_t>(p.words) % 16 != 0 || p.x.m > 8 || !p.x.in.plain(p.x.k))
     return Status::unsupported;
-  if (p.x.m <= 8 && p.x.in.plain(p.x.k)) return run<DealtMath<8, true, true>>(p, t);
-  return p.x.m > 32 && p.cluster == 1 && !factors ? run<DealtMath<64, false, false>>(p, t)
-                                                  : Status::unsupported;
+  return run<DealtMath<8>>(p, t);
 }
 
 }  // namespace te_mx::sm90

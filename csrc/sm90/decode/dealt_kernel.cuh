@@ -41,18 +41,14 @@ struct DealtRoom {
   int x_at, slots_at, beside_at, x_scales_at, units_at, bars_at, rows_at, bytes;
 };
 
-// kCols: rows of x of a block. kMakes: CTAs make their x. kMany: of a cluster.
-template <int kCols, bool kMakes, bool kMany_>
+// kCols: rows of x of a block.
+template <int kCols>
 struct DealtMath {
   static constexpr int kX = kCols, kFloats = kCols / 2;
-  static constexpr bool kMakesX = kMakes, kMany = kMany_;
-  static constexpr bool kFactors = kMany;  // weights of blockwise FP8 too
-  static constexpr int kThreads = kDealtMath + 32 + (kMany ? 32 * kDealtMostAdders : 0);
+  static constexpr int kThreads = kDealtMath + 32 + 32 * kDealtMostAdders;
   static constexpr int kCodes = kCols * kDecodeQuad, kScales = kCols * 4;
-  // Of a stage, with prepared x; beside it scales of both.
-  static constexpr int kStage = kDealtWeights + (kMakes ? 0 : kCodes);
-  static constexpr int kBeside = kWideWords + (kMakes ? 0 : kScales);
-  static constexpr int kChunk = kMakes ? 64 / kCols : 0;  // units whose x is made at once
+  static constexpr int kStage = kDealtWeights, kBeside = kWideWords;  // bytes, and those beside it
+  static constexpr int kChunk = 64 / kCols;  // units whose x is made at once
   // A product of 16 rows of weights, its scales of these and of x.
   static constexpr int kProduct = kCols / 8 * 512, kRecord = kProduct + kDecodeRows * 4 + kScales;
 };
@@ -209,18 +205,9 @@ struct DealtProducer {
   __device__ __forceinline__ void ask_weights(int quad, int s) const {
     const uint32_t bar = at.full + 8 * s;
     const int words = at.p.x.factors ? 16 : kWideWords;
-    tile::mbar_arrive_expect(
-        bar, kDealtWeights + words + (Math::kMakesX ? 0 : Math::kCodes + Math::kScales));
+    tile::mbar_arrive_expect(bar, kDealtWeights + words);
     tile::tma_load(at.stage(s), map, bar, quad * kDecodeQuad, at.tile_n * kWideRows);
     tile::bulk_load(at.beside(s), at.tile_words(quad), words, bar);
-  }
-  __device__ __forceinline__ void ask_x(int quad, int s) const {
-    if constexpr (!Math::kMakesX) {
-      const uint32_t bar = at.full + 8 * s;
-      tile::bulk_load(at.stage(s) + kDealtWeights, at.p.x.at(at.block, 0, quad), Math::kCodes, bar);
-      tile::bulk_load(at.beside(s) + kWideWords, at.p.x.scales_at(at.block, 0, quad), Math::kScales,
-                      bar);
-    }
   }
   // As many as there are stages, before it is known whether tiles are spread.
   __device__ __forceinline__ void ask_first(int ahead) const {
@@ -229,14 +216,13 @@ struct DealtProducer {
   __device__ __forceinline__ void ask_others(int ahead) const {
     const DealtUnits<Math> units(at);
     tile::await_predecessors();
-    for (int i = 0; i < ahead; ++i) ask_x(at.rank + i * at.p.cluster, i);
     // NOTE: where tiles are spread nobody multiplies those.
     const int unused = units.spread ? ahead : 0;
     int s = ahead % at.p.stages, phase = 0;
     for (int i = ahead; i < units.length + unused; ++i) {
       if (i >= at.p.stages) tile::mbar_wait(at.empty + 8 * s, phase);
       const int quad = units.quad(i - unused);
-      ask_weights(quad, s), ask_x(quad, s);
+      ask_weights(quad, s);
       if (++s < at.p.stages) continue;
       s = 0;
       if (i >= at.p.stages) phase ^= 1;
@@ -398,7 +384,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   const DealtPlace<Math> at(p, smem);
   if (threadIdx.x == kDealtMath) tile::tma_prefetch(&map), at.start();
   __syncthreads();
-  const bool many = Math::kMany && p.cluster > 1;
+  const bool many = p.cluster > 1;
   if (many) tile::cluster_arrive_relaxed();  // whoever has waited for it may send
   tile::let_dependents_start();
 
@@ -425,7 +411,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     sums.write(p.out, at.rows(), at.tile_n * kWideRows + group * kDecodeRows, p.n, lane);
   };
   const int count = at.rows().count;
-  if (Math::kMany && warp >= kDealtAdders) {
+  if (warp >= kDealtAdders) {
     const int group = at.groups.first + warp - kDealtAdders;
     tile::cluster_wait();
     if (group >= at.groups.last) return;
@@ -434,7 +420,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     return;
   }
 
-  const bool factors = Math::kFactors && p.x.factors;
+  const bool factors = p.x.factors;
   const int there = count - lane % 4 * 2;
   int s = 0, slot = 0;
   uint32_t phase = 0, slot_phase = 1;
@@ -451,12 +437,9 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   const auto multiply = [&](int i, int place) {
     await_stage();
     const uint32_t beside = at.beside(s);
-    const uint32_t scales =
-        Math::kMakesX ? at.base + at.room.x_scales_at + place * Math::kScales : beside + kWideWords;
+    const uint32_t scales = at.base + at.room.x_scales_at + place * Math::kScales;
     const uint32_t w = tile::wgmma_desc_at(at.stage(s) + warp / 4 * (kDealtWeights / 2)),
-                   x = tile::wgmma_desc_at(Math::kMakesX
-                                               ? at.base + at.room.x_at + place * Math::kCodes
-                                               : at.stage(s) + kDealtWeights);
+                   x = tile::wgmma_desc_at(at.base + at.room.x_at + place * Math::kCodes);
     // Of row lane % 16 of the warp's, or the factor.
     const uint32_t own =
         factors ? beside + at.tile_n % 4 * 4 : beside + (warp * kDecodeRows + lane % 16) * 4;
@@ -490,45 +473,37 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
                 of_x, factors, there);
       return;
     }
-    if constexpr (Math::kMany) {
-      static_assert(Math::kX <= 16);
-      // Scales of x lie behind those of weights.
-      if (lane >= 16 && lane < 16 + Math::kX) word = tile::ld_shared_u32(scales + (lane - 16) * 4);
-      release();
-      if (i >= p.slots) tile::mbar_wait(at.slot_empty(slot), slot_phase);
-      uint8_t* const to = at.record(slot, at.rank, adder);
-      uint64_t* const bar = at.slot_full(slot);
+    static_assert(Math::kX <= 16);
+    // Scales of x lie behind those of weights.
+    if (lane >= 16 && lane < 16 + Math::kX) word = tile::ld_shared_u32(scales + (lane - 16) * 4);
+    release();
+    if (i >= p.slots) tile::mbar_wait(at.slot_empty(slot), slot_phase);
+    uint8_t* const to = at.record(slot, at.rank, adder);
+    uint64_t* const bar = at.slot_full(slot);
 #pragma unroll
-      for (int j = 0; j < Math::kX / 8; ++j)
-        if (8 * j < there)
-          tile::send(to + j * 512 + lane * 16,
-                     uint4{__float_as_uint(d[4 * j]), __float_as_uint(d[4 * j + 1]),
-                           __float_as_uint(d[4 * j + 2]), __float_as_uint(d[4 * j + 3])},
-                     bar, owner);
-      if (lane < 16 + Math::kX) tile::send(to + Math::kProduct + lane * 4, word, bar, owner);
-      if (++slot == p.slots) slot = 0, slot_phase ^= 1;
-    }
+    for (int j = 0; j < Math::kX / 8; ++j)
+      if (8 * j < there)
+        tile::send(to + j * 512 + lane * 16,
+                   uint4{__float_as_uint(d[4 * j]), __float_as_uint(d[4 * j + 1]),
+                         __float_as_uint(d[4 * j + 2]), __float_as_uint(d[4 * j + 3])},
+                   bar, owner);
+    if (lane < 16 + Math::kX) tile::send(to + Math::kProduct + lane * 4, word, bar, owner);
+    if (++slot == p.slots) slot = 0, slot_phase ^= 1;
   };
-  if constexpr (Math::kMakesX) {
-    DealtMaker<Math> maker(at, units);
-    maker.load(0);
-    const int chunks = (units.length + Math::kChunk - 1) / Math::kChunk;
+  DealtMaker<Math> maker(at, units);
+  maker.load(0);
+  const int chunks = (units.length + Math::kChunk - 1) / Math::kChunk;
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int half = chunk & 1;
-      factors ? maker.make_factors(half) : maker.make(half);
-      tile::fence_async_proxy();
-      maker.load(chunk + 1);  // NOTE: behind the fence, which would wait for it
-      tile::named_barrier(kMath, kDealtMath);
-      if (many && chunk == 0) tile::cluster_wait();
-      const int first = chunk * Math::kChunk, last = min(first + Math::kChunk, units.length);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int half = chunk & 1;
+    factors ? maker.make_factors(half) : maker.make(half);
+    tile::fence_async_proxy();
+    maker.load(chunk + 1);  // NOTE: behind the fence, which would wait for it
+    tile::named_barrier(kMath, kDealtMath);
+    if (many && chunk == 0) tile::cluster_wait();
+    const int first = chunk * Math::kChunk, last = min(first + Math::kChunk, units.length);
 #pragma unroll 1
-      for (int i = first; i < last; ++i) multiply(i, half * Math::kChunk + i - first);
-    }
-  } else {
-    if (many) tile::cluster_wait();
-#pragma unroll 1
-    for (int i = 0; i < units.length; ++i) multiply(i, 0);
+    for (int i = first; i < last; ++i) multiply(i, half * Math::kChunk + i - first);
   }
   if (!many) write(warp);
 }

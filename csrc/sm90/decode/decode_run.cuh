@@ -83,7 +83,9 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 Status run_tiles(const DecodeTask& t, int spread, int sms);
 // dealt_kernel, of one matrix in tiles; unsupported: others are faster, or rows are not plain.
 Status run_dealt(const DecodeTask& t, bool factors, int sms);
-// ring_kernel, of weights in tiles, or that one.
+// whole_kernel, of one matrix in tiles; unsupported: others are faster.
+Status run_whole(const DecodeTask& t, bool factors, int sms);
+// ring_kernel, of weights in tiles, or one of those.
 Status run_rows(const DecodeTask& t, bool factors, int sms);
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);

@@ -180,6 +180,25 @@ struct EightValues {
   }
 };
 
+// The largest magnitude, as bits, of each of kSteps eights of bf16 over kLanes lanes. NOTE: each
+// step for all eights before the next, as each waits for lanes.
+template <int kLanes, class Eight, int kSteps>
+__device__ __forceinline__ void largest_over(const Eight (&x)[kSteps], uint32_t (&amax)[kSteps]) {
+  using In = Input<__nv_bfloat16>;
+  decltype(x[0].own_most()) most[kSteps];
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) most[j] = x[j].own_most();
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2)
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    const float2 two = In::magnitudes(most[j]);
+    amax[j] = max(__float_as_uint(two.x), __float_as_uint(two.y));
+  }
+}
+
 // Scales of eights of kSteps rows in a quad, of which half a warp has one each: the byte of a
 // lane's block, whether the block counts, and the largest byte of the quad that counts, -1 if none
 // does.
@@ -188,25 +207,15 @@ struct QuadBytes {
   int byte[kSteps], largest[kSteps];
   bool counts[kSteps];
 
-  // NOTE: each step for all eights before the next, as each waits for lanes.
   template <class Eight>
   __device__ __forceinline__ QuadBytes(const Eight (&x)[kSteps], const DecodeInput& in) {
-    using In = Input<__nv_bfloat16>;
-    decltype(x[0].own_most()) most[kSteps];
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) most[j] = x[j].own_most();
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j)
-        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
+    uint32_t amax[kSteps];
+    largest_over<4>(x, amax);
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
-      const float2 two = In::magnitudes(most[j]);
-      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
-      byte[j] = static_cast<int>(scale_byte(in, amax));
+      byte[j] = static_cast<int>(scale_byte(in, amax[j]));
       // NOTE: of codes that are all rounded to zero, too; their scale is the least that there is.
-      counts[j] = amax != 0 && byte[j] != 255, largest[j] = counts[j] ? byte[j] : -1;
+      counts[j] = amax[j] != 0 && byte[j] != 255, largest[j] = counts[j] ? byte[j] : -1;
     }
 #pragma unroll
     for (int lanes = 4; lanes < 16; lanes *= 2)
@@ -232,24 +241,13 @@ template <int kSteps>
 struct QuadFactors {
   Factor of[kSteps];
 
-  // NOTE: as in QuadBytes.
   template <class Eight>
   __device__ __forceinline__ QuadFactors(const Eight (&x)[kSteps], const DecodeInput& in) {
-    using In = Input<__nv_bfloat16>;
-    decltype(x[0].own_most()) most[kSteps];
+    uint32_t amax[kSteps];
+    largest_over<16>(x, amax);
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j) most[j] = x[j].own_most();
-#pragma unroll
-    for (int lanes = 1; lanes < 16; lanes *= 2)
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j)
-        most[j] = In::larger(most[j], In::shuffle_xor(most[j], lanes));
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      const float2 two = In::magnitudes(most[j]);
-      const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
-      of[j] = factor_of_block<Element::e4m3>(__uint_as_float(amax), in.epsilon, in.power_of_two);
-    }
+    for (int j = 0; j < kSteps; ++j)
+      of[j] = factor_of_block<Element::e4m3>(__uint_as_float(amax[j]), in.epsilon, in.power_of_two);
   }
 };
 

@@ -74,7 +74,9 @@ Status run_rows(const DecodeTask& t, bool factors, int sms) {
     const Status status = run<Few>(p, t, true);
     if (status != Status::unsupported) return status;
   }
-  const Status status = run_dealt(t, factors, sms);
+  Status status = run_whole(t, factors, sms);
+  if (status != Status::unsupported) return status;
+  status = run_dealt(t, factors, sms);
   if (status != Status::unsupported) return status;
   const int blocks = (m + More::kX - 1) / More::kX, all = tiles * blocks;
   if (blocks == 1) {

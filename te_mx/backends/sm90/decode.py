@@ -211,9 +211,9 @@ def _bytes_of(row: Operand) -> tuple[Tensor, Tensor]:
 def _most_rows(p: Problem, in_tiles: bool) -> int:
     if not in_tiles:
         return max(FROZEN_ROWS, GROUP_ROWS * p.groups)
-    tiles, at_once = -(-p.n // TILE), gemm.multiprocessors(p.place.index)
-    if p.precision == INVARIANT and tiles <= at_once:
+    if p.precision == INVARIANT:
         return FROZEN_ROWS
+    tiles, at_once = -(-p.n // TILE), gemm.multiprocessors(p.place.index)
     if not p.lhs.startswith("fp8_e4m3") or p.precision != "adaptive":
         return ELSE_IN_TILES
     return 2 * IN_TILES if 2 * tiles <= at_once else IN_TILES

@@ -68,18 +68,26 @@ void copy_async_wait_all() {
 }
 
 // ------------------------------------------------------------------------------ bytes on a barrier
-void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
-  uint8_t* const dest = place(to, bytes, 16);
+void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar, uint32_t mask) {
+  place(to, bytes, 16), place(bar, 8, 8);
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
     fail("a bulk copy of other than whole, aligned 16 bytes");
-  place(bar, 8, 8);
   if (to >> kRankShift != bar >> kRankShift) fail("a bulk copy counts at another CTA's barrier");
-  Cta& cta = cta_of(to);
-  std::memset(dest, kPoison, bytes);
-  later(&cta, [=, &cta] {
-    std::memcpy(dest, from, bytes);
-    mbarrier_bytes(cta, bar, bytes);
-  });
+  const auto copy = [&](uint32_t there, uint32_t its_bar) {
+    uint8_t* const dest = place(there, bytes, 16);
+    place(its_bar, 8, 8);
+    Cta& cta = cta_of(there);
+    std::memset(dest, kPoison, bytes);
+    later(&cta, [=, &cta] {
+      std::memcpy(dest, from, bytes);
+      mbarrier_bytes(cta, its_bar, bytes);
+    });
+  };
+  if (mask == 0) return copy(to, bar);
+  const uint32_t ctas = static_cast<uint32_t>(self().cta->cluster->ctas.size());
+  if (mask >> ctas != 0) fail("a multicast to CTAs that the cluster does not have");
+  for (uint32_t rank = 0; rank < ctas; ++rank)
+    if ((mask >> rank & 1) != 0) copy(map_to(to, rank), map_to(bar, rank));
 }
 
 void send(uint32_t to, const void* value, uint32_t bytes, uint32_t bar) {
