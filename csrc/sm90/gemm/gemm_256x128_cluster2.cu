@@ -3,7 +3,7 @@
 namespace te_mx::sm90 {
 
 Status launch_256x128_cluster2(const GemmArgs& args, const Device& device) {
-  return launch_any<BlockShape<256, 4, 2, 1>, PowerOfTwoScales>(Dense{args}, device);
+  return launch_any<BlockShape<256, 3, 2, 4>, PowerOfTwoScales>(Dense{args}, device);
 }
 
 }  // namespace te_mx::sm90

@@ -4,7 +4,7 @@
 namespace te_mx::sm90 {
 
 Status launch_tile_factors_256x128_cluster2(const GemmArgs& args, const Device& device) {
-  return launch_any<BlockShape<256, 4, 2, 1>, TileFactors<kNoTurns>>(Dense{args}, device);
+  return launch_any<BlockShape<256, 3, 2, 4>, TileFactors<kNoTurns>>(Dense{args}, device);
 }
 
 }  // namespace te_mx::sm90
