@@ -72,6 +72,9 @@ void bind_sequences(py::module_& m) {
   sequences::add<QuantizeArgs, 2>("quantize_two", [](const std::array<QuantizeArgs, 2>& a) {
     return quantize_two(a[0], a[1]);
   });
+  sequences::add<Nvfp4QuantizeArgs, 2>(
+      "nvfp4_quantize_two",
+      [](const std::array<Nvfp4QuantizeArgs, 2>& a) { return nvfp4_quantize_two(a[0], a[1]); });
   sequences::add_to(m);
 }
 
@@ -355,6 +358,7 @@ void bind_nvfp4(py::module_& m) {
       .field("rhs_k_first", &Nvfp4MultiplyArgs::rhs_k_first)
       .field("of_lhs", &Nvfp4MultiplyArgs::of_lhs)
       .field("of_rhs", &Nvfp4MultiplyArgs::of_rhs)
+      .field("factors", &Nvfp4MultiplyArgs::factors)
       .field("bias", &Nvfp4MultiplyArgs::bias)
       .field("bias_dtype", &Nvfp4MultiplyArgs::bias_dtype)
       .field("out", &Nvfp4MultiplyArgs::out)
@@ -375,6 +379,8 @@ void bind_nvfp4(py::module_& m) {
       .field("transforms", &Nvfp4Side::transforms)
       .field("by_32", &Nvfp4Side::by_32)
       .field("signs", &Nvfp4Side::signs)
+      .field("factors", &Nvfp4Side::factors)
+      .field("times", &Nvfp4Side::times)
       .add_to(m, "Nvfp4Side");
   Record<Nvfp4QuantizeArgs>()
       .part("x", &Nvfp4QuantizeArgs::x, "x_")
@@ -390,6 +396,10 @@ void bind_nvfp4(py::module_& m) {
       .part("execution", &Nvfp4QuantizeArgs::execution, "")
       .add_to(m, "Nvfp4QuantizeArgs");
   bind_call(m, "nvfp4_quantize", nvfp4_quantize);
+  m.def("nvfp4_quantize_two", [](const Nvfp4QuantizeArgs& first, const Nvfp4QuantizeArgs& second) {
+    const DeviceScope scope(first.execution.device);
+    return number(nvfp4_quantize_two(first, second));
+  });
   m.def("nvfp4_quantize_stacked", [](const Nvfp4QuantizeArgs& args,
                                      const std::vector<uintptr_t>& xs) {
     const std::vector<const void*> from = addresses(xs);

@@ -70,6 +70,19 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 
 
 _known = derived()
+NO_WEIGHTS = layer.Weights()
+
+
+def _steps_of(call: "Call") -> layer.Call:
+    """A call as layers know it."""
+    # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    key = "steps", id(call.settings), call.out_dtype, call.tag
+    found = _known.get(key)
+    if found is None:
+        step = NormStep(None, False, call.out_dtype)
+        found = derive(key, layer.Call(step, None, call.settings, tags=(call.tag, -1)))
+    made: layer.Call = found
+    return made
 
 
 def plan_of(
@@ -420,10 +433,11 @@ def linear(
     ):
         usual = call.tokens is None and call.lent is None and not call.save_x
         if usual and not (uniform or input_cache.is_open()):
-            how = layer.Call(
-                NormStep(None, False, call.out_dtype), None, call.settings, tags=(call.tag, -1)
-            )
-            weights = layer.Weights((call.kept, None), (call.grad_target, None))
+            kept, target = call.kept, call.grad_target
+            weights = NO_WEIGHTS
+            if kept is not None or target is not None:
+                weights = layer.Weights((kept, None), (target, None))
+            how = _steps_of(call)
             made = layer.linear_in_one_call(x, weight_NK, bias_N, weights, how, facts)
             if made is not None:
                 return made

@@ -107,9 +107,10 @@ def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
         for grad in grads:
             if grad is not None:
                 grad.untyped_storage()
-        if not active():
+        if transform() is None:
+            forward_ad.unpack_dual(None)
             return
-    except NotImplementedError:  # see _is_batched_by_autograd
+    except (NotImplementedError, TypeError):  # see _is_batched_by_autograd, dual_level
         pass
     refuse(owner, grads)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fake_sm90
 import pytest
 import torch
 from emulated_hopper import CUBLAS, hopper
@@ -57,3 +58,22 @@ def test_products_of_nvfp4_that_the_library_does_not_take(what, monkeypatch):
     y.sum().backward()
     grad = main if what == "main_grad" else layer.weight.grad
     assert grad.isfinite().all() and bool((grad != 1).any()) and x.grad.isfinite().all()
+
+
+def test_what_a_layer_calls(monkeypatch):
+    """Both matrices of each way are quantized side by side, with the factors of what follows."""
+    made, sequence = [], fake_sm90.sequence
+    monkeypatch.setattr(
+        fake_sm90, "sequence", lambda steps, *more: made.append(steps) or sequence(steps, *more)
+    )
+    layer = te_mx.Linear(64, 48, bias=False, dtype=BF16)
+    with te_mx.autocast(recipe=NVFP4):
+        layer(torch.randn(24, 64, dtype=BF16, requires_grad=True))
+    assert [[name for name, *_ in steps] for steps in made] == [
+        ["nvfp4_quantize_two", "nvfp4_multiply"],
+        ["nvfp4_quantize_two", "nvfp4_multiply", "nvfp4_from_rows", "nvfp4_multiply"],
+    ]
+    for steps in made:
+        for name, _, places in steps:
+            if name == "nvfp4_multiply":
+                assert "factors" in [field for _, field, *_ in places]

@@ -195,8 +195,13 @@ def _multiply(args: Any) -> int:
         return (made.t() if k_first else made).float()
 
     made = values("lhs", args.m) @ values("rhs", args.n).t()
-    for whole in (args.of_lhs, args.of_rhs):
-        made = made * at(whole, (), torch.float32) if whole else made
+    if args.factors:
+        factor, *numbers = at(args.factors, (3,), torch.float32)
+        assert numbers == [0.0, 1.0]
+    else:
+        wholes = [at(one, (), torch.float32) for one in (args.of_lhs, args.of_rhs) if one]
+        factor = math.prod(wholes)
+    made = made * factor
     if args.bias:
         made = made + at(args.bias, (args.n,), DTYPES[args.bias_dtype]).float()
     out = at(args.out, (args.m, args.n), DTYPES[args.out_dtype])

@@ -111,6 +111,10 @@ struct Nvfp4Side {
   bool transforms = false;  // whole chunks of 16, with bit k mod 32 of the signs
   bool by_32 = false;       // or of 32
   int64_t signs = 0;
+  // Where the product of this tensor scale and another one goes, with 0 and 1 behind it, which are
+  // what Nvfp4MultiplyArgs::factors reads; null: nowhere. Of one matrix, with one scale.
+  float* factors = nullptr;
+  const float* times = nullptr;
 };
 
 // Whether two scales are tried for every block, and by what the better one misses less.
@@ -134,6 +138,9 @@ struct Nvfp4QuantizeArgs {
   Execution execution;
 };
 Status nvfp4_quantize(const Nvfp4QuantizeArgs& args);
+// Two matrices side by side, no groups: `times` of each may be a scale of the other. Words of amax
+// that lie behind those of the first are cleared with them.
+Status nvfp4_quantize_two(const Nvfp4QuantizeArgs& first, const Nvfp4QuantizeArgs& second);
 // The same of matrices [rows, cols] at these addresses, whose results lie behind each other.
 // Columns lie as the matrices do; nothing is rounded stochastically.
 Status nvfp4_quantize_stacked(const Nvfp4QuantizeArgs& args, const void* const* xs, int64_t count);
@@ -165,7 +172,8 @@ struct Nvfp4MultiplyArgs {
   bool lhs_k_first = false, rhs_k_first = false;
   const float* of_lhs = nullptr;  // of the tensor; null: 1
   const float* of_rhs = nullptr;
-  const void* bias = nullptr;  // [n] or null
+  const float* factors = nullptr;  // their product, 0 and 1, where a quantizer wrote them
+  const void* bias = nullptr;      // [n] or null
   DType bias_dtype = DType::bf16;
   void* out = nullptr;  // rows ldo apart
   int64_t ldo = 0;

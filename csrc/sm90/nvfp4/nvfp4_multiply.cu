@@ -77,63 +77,75 @@ const Library& library() {
   return lib;
 }
 
-// What one call describes to the library, and how this runs it; gone with the call.
-class Call {
- public:
-  Call() : lib_(library()) {}
-  ~Call() {
-    if (product != nullptr) lib_.drop_product(product);
-    for (Object one : {a, b, d})
-      if (one != nullptr) lib_.drop_matrix(one);
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-  bool set(int attribute, int value) {
-    return lib_.set(product, attribute, &value, sizeof value) == 0;
-  }
-
-  // Status::ok where the library takes a product.
-  Status describe(const Nvfp4MultiplyArgs& a);
-
+// What a product describes to the library, and how this runs it.
+struct Described {
   Object product = nullptr, a = nullptr, b = nullptr, d = nullptr;
   Handle handle = nullptr;
   Found found{};
-
- private:
-  const Library& lib_;
 };
 
-// Handles of devices and algorithms of sizes.
+// Handles of devices, and descriptions of sizes, which stay: making one takes as long as a launch.
 struct Known {
   std::mutex mutex;
   std::map<int, Handle> handles;
-  std::map<std::array<int64_t, 6>, Found> found;
+  std::map<std::array<int64_t, 6>, Described> described;
 };
 
-Status Call::describe(const Nvfp4MultiplyArgs& of) {
-  static Known known_ones;
+// Those of a product without its bias, but for the algorithm; false where the library has none.
+bool describe(const Nvfp4MultiplyArgs& of, int device, Known& known, Described& to) {
+  const Library& lib = library();
+  const int64_t of_lhs = of.lhs_k_first ? of.m : of.k, of_rhs = of.rhs_k_first ? of.n : of.k;
+  const auto set = [&](int attribute, int value) {
+    return lib.set(to.product, attribute, &value, sizeof value) == 0;
+  };
+  // Of matrices whose columns are contiguous: D^T [n, m] = rhs [n, k] lhs^T [k, m].
+  const int type = of.out_dtype == DType::f32 ? kFloat32 : kBfloat16;
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  if (lib.product(&to.product, kCompute32, kFloat32) != 0 ||
+      lib.matrix(&to.a, kBfloat16, u(of_rhs), u(of.rhs_k_first ? of.k : of.n), of_rhs) != 0 ||
+      lib.matrix(&to.b, kBfloat16, u(of_lhs), u(of.lhs_k_first ? of.k : of.m), of_lhs) != 0 ||
+      lib.matrix(&to.d, type, u(of.n), u(of.m), of.ldo) != 0 || !set(kPointerMode, kOnDevice) ||
+      !set(kTransA, of.rhs_k_first ? 0 : kTransposed) ||
+      !set(kTransB, of.lhs_k_first ? kTransposed : 0) ||
+      (of.bias != nullptr && (!set(kEpilogue, kWithBias) || !set(kBiasType, kBfloat16) ||
+                              lib.set(to.product, kBias, &of.bias, sizeof of.bias) != 0)))
+    return false;
+  Handle& own = known.handles[device];
+  if (own == nullptr && lib.create(&own) != 0) return false;
+  to.handle = own;
+  Object wanted = nullptr;
+  if (lib.preference(&wanted) != 0) return false;
+  int count = 0;
+  const uint64_t most = kWorkspace;
+  const bool found =
+      lib.prefer(wanted, kMostWorkspace, &most, sizeof most) == 0 &&
+      lib.find(to.handle, to.product, to.a, to.b, to.d, to.d, wanted, 1, &to.found, &count) == 0 &&
+      count > 0 && to.found.state == 0;
+  lib.drop_preference(wanted);
+  return found;
+}
+
+void drop(const Described& it) {
+  const Library& lib = library();
+  if (it.product != nullptr) lib.drop_product(it.product);
+  for (Object one : {it.a, it.b, it.d})
+    if (one != nullptr) lib.drop_matrix(one);
+}
+
+// run(description of a product); Status::unsupported where the library does not take it.
+template <class Run>
+Status with_description(const Nvfp4MultiplyArgs& of, Run run) {
+  static Known known;
+  constexpr size_t kMost = 1024;  // descriptions that are kept
   // Every row starts at whole 16 bytes.
   const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   const int64_t of_lhs = of.lhs_k_first ? of.m : of.k, of_rhs = of.rhs_k_first ? of.n : of.k;
-  if (!lib_.there || of_lhs % 8 != 0 || of_rhs % 8 != 0 || of.ldo % 8 != 0 || !whole(of.lhs) ||
+  if (!library().there || of_lhs % 8 != 0 || of_rhs % 8 != 0 || of.ldo % 8 != 0 || !whole(of.lhs) ||
       !whole(of.rhs) || !whole(of.out))
     return Status::unsupported;
   if (of.out_dtype == DType::f16 ||
       (of.bias != nullptr && (of.out_dtype != DType::bf16 || of.bias_dtype != DType::bf16)))
     return Status::unsupported;
-  // Of matrices whose columns are contiguous: D^T [n, m] = rhs [n, k] lhs^T [k, m].
-  const int type = of.out_dtype == DType::f32 ? kFloat32 : kBfloat16;
-  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
-  bool ok = lib_.product(&product, kCompute32, kFloat32) == 0 &&
-            lib_.matrix(&a, kBfloat16, u(of_rhs), u(of.rhs_k_first ? of.k : of.n), of_rhs) == 0 &&
-            lib_.matrix(&b, kBfloat16, u(of_lhs), u(of.lhs_k_first ? of.k : of.m), of_lhs) == 0 &&
-            lib_.matrix(&d, type, u(of.n), u(of.m), of.ldo) == 0 && set(kPointerMode, kOnDevice) &&
-            set(kTransA, of.rhs_k_first ? 0 : kTransposed) &&
-            set(kTransB, of.lhs_k_first ? kTransposed : 0);
-  if (of.bias != nullptr)
-    ok = ok && set(kEpilogue, kWithBias) && set(kBiasType, kBfloat16) &&
-         lib_.set(product, kBias, &of.bias, sizeof of.bias) == 0;
-  if (!ok) return Status::unsupported;
   int device = 0;
   cudaGetDevice(&device);
   const auto bit = [](bool is, int at) { return int64_t{is} << at; };
@@ -143,29 +155,27 @@ Status Call::describe(const Nvfp4MultiplyArgs& of) {
                                    of.ldo,
                                    device,
                                    bit(of.lhs_k_first, 0) | bit(of.rhs_k_first, 1) |
-                                       bit(type == 0, 2) | bit(of.bias != nullptr, 3) |
-                                       bit(of.accumulate, 4)};
-  const std::lock_guard lock(known_ones.mutex);
-  Handle& own = known_ones.handles[device];
-  if (own == nullptr && lib_.create(&own) != 0) return Status::unsupported;
-  handle = own;
-  const auto at = known_ones.found.find(key);
-  if (at != known_ones.found.end()) {
-    found = at->second;
-  } else {
-    Object wanted = nullptr;
-    int count = 0;
-    const uint64_t most = kWorkspace;
-    found.state = 1;
-    if (lib_.preference(&wanted) == 0) {
-      if (lib_.prefer(wanted, kMostWorkspace, &most, sizeof most) != 0 ||
-          lib_.find(handle, product, a, b, d, d, wanted, 1, &found, &count) != 0 || count == 0)
-        found.state = 1;
-      lib_.drop_preference(wanted);
+                                       bit(of.out_dtype == DType::f32, 2) |
+                                       bit(of.bias != nullptr, 3) | bit(of.accumulate, 4)};
+  const std::lock_guard lock(known.mutex);
+  auto at = known.described.find(key);
+  if (at == known.described.end()) {
+    Described made;
+    if (!describe(of, device, known, made)) {
+      drop(made);
+      made = {};
     }
-    known_ones.found.emplace(key, found);
+    if (known.described.size() >= kMost) {
+      for (const auto& [_, one] : known.described) drop(one);
+      known.described.clear();
+    }
+    at = known.described.emplace(key, made).first;
   }
-  return found.state == 0 ? Status::ok : Status::unsupported;
+  const Described& it = at->second;
+  if (it.product == nullptr) return Status::unsupported;
+  if (of.bias != nullptr && library().set(it.product, kBias, &of.bias, sizeof of.bias) != 0)
+    return Status::unsupported;
+  return run(it);
 }
 
 __global__ void nvfp4_factors(const float* lhs, const float* rhs, float* factors, bool accumulate) {
@@ -177,7 +187,9 @@ __global__ void nvfp4_factors(const float* lhs, const float* rhs, float* factors
 
 }  // namespace
 
-Status nvfp4_multiplies(const Nvfp4MultiplyArgs& a) { return Call().describe(a); }
+Status nvfp4_multiplies(const Nvfp4MultiplyArgs& a) {
+  return with_description(a, [](const Described&) { return Status::ok; });
+}
 
 int64_t nvfp4_multiply_workspace() { return static_cast<int64_t>(kFactors + kWorkspace); }
 
@@ -186,18 +198,22 @@ Status nvfp4_multiply(const Nvfp4MultiplyArgs& a) {
       a.ldo < a.n || a.execution.workspace == nullptr ||
       a.execution.workspace_bytes < nvfp4_multiply_workspace())
     return Status::bad_argument;
-  Call call;
-  const Status described = call.describe(a);
-  if (described != Status::ok) return described;
-  auto* const factors = static_cast<float*>(a.execution.workspace);
-  uint8_t* const room = static_cast<uint8_t*>(a.execution.workspace) + kFactors;
-  const Status status = launch_early(nvfp4_factors, {dim3(1), dim3(1), a.execution.stream},
-                                     a.of_lhs, a.of_rhs, factors, a.accumulate);
-  if (status != Status::ok) return status;
-  const int failed = library().multiply(call.handle, call.product, factors, a.rhs, call.a, a.lhs,
-                                        call.b, factors + 1, a.out, call.d, a.out, call.d,
-                                        call.found.algorithm, room, kWorkspace, a.execution.stream);
-  return failed == 0 ? Status::ok : Status::unsupported;
+  return with_description(a, [&a](const Described& it) {
+    uint8_t* const room = static_cast<uint8_t*>(a.execution.workspace) + kFactors;
+    const float* factors = a.factors;  // then what stands for false and for true
+    const float* adds = factors == nullptr ? nullptr : factors + (a.accumulate ? 2 : 1);
+    if (factors == nullptr) {
+      auto* const made = static_cast<float*>(a.execution.workspace);
+      factors = made, adds = made + 1;
+      const Status status = launch_early(nvfp4_factors, {dim3(1), dim3(1), a.execution.stream},
+                                         a.of_lhs, a.of_rhs, made, a.accumulate);
+      if (status != Status::ok) return status;
+    }
+    const int failed = library().multiply(it.handle, it.product, factors, a.rhs, it.a, a.lhs, it.b,
+                                          adds, a.out, it.d, a.out, it.d, it.found.algorithm, room,
+                                          kWorkspace, a.execution.stream);
+    return failed == 0 ? Status::ok : Status::unsupported;
+  });
 }
 
 }  // namespace te_mx::sm90

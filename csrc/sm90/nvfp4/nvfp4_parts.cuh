@@ -1,8 +1,10 @@
-// What NVFP4's quantizer is told, and of which part of it a CTA has a tile: one matrix, several of
-// one size, or groups of rows.
+// What NVFP4's quantizer is told, of which part of it a CTA has a tile: one matrix or two, several
+// of one size, or groups of rows; and how it reads sixteen numbers and writes what they become.
 #pragma once
 
 #include "common/groups.cuh"
+#include "common/numbers.cuh"
+#include "nvfp4/nvfp4_operand.cuh"
 #include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::sm90 {
@@ -18,6 +20,15 @@ struct Nvfp4Quantize {
   bool vectors;        // rows start at whole 16 bytes
   bool only_amax;
   bool row_words, col_words;  // as do those of results, of which whole vectors are written
+};
+
+// Two matrices or one: the tiles of the first, then those of the second.
+struct Nvfp4Two {
+  Nvfp4Quantize of[2];
+  int first;
+  // Of rows and columns of both: the scale that theirs is multiplied with, as its largest magnitude
+  // where it is one of these.
+  const uint32_t* times_amax[4];
 };
 
 // Of kMore: groups of rows of x; or so many matrices of as many rows each.
@@ -107,6 +118,54 @@ __device__ __forceinline__ bool find_part(const Nvfp4Quantize& q, const Nvfp4Par
   found.begin = found.group * rows, found.rows = rows;
   found.row_blocks = found.col_blocks = found.group * ((rows + 15) / 16);
   return true;
+}
+
+// Sixteen numbers side by side, of which `count` exist; the others are 0.
+__device__ __forceinline__ void load_block(const Nvfp4Quantize& q, const void* data, int64_t row,
+                                           int64_t col, int count, float (&v)[16]) {
+  const Matrix& x = q.to.x;
+  const int64_t at = row * x.row_stride + col;
+  if (count < 16 || !q.vectors) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = i < count ? load_number(data, at + i, x.dtype) : 0.0f;
+  } else if (x.dtype == DType::f32) {
+    const auto* const from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 w = __ldg(from + i);
+      v[4 * i] = w.x, v[4 * i + 1] = w.y, v[4 * i + 2] = w.z, v[4 * i + 3] = w.w;
+    }
+  } else {
+    const auto* const from =
+        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + at);
+    const uint4 w[2] = {__ldg(from), __ldg(from + 1)};
+    const uint32_t words[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
+    const bool bf16 = x.dtype == DType::bf16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 two = bf16 ? make_float2(__uint_as_float(words[i] << 16),
+                                            __uint_as_float(words[i] & 0xFFFF0000u))
+                              : __half22float2(as<__half2>(words[i]));
+      v[2 * i] = two.x, v[2 * i + 1] = two.y;
+    }
+  }
+}
+
+// n bytes of words, of which all exist where rows are vectors.
+template <int kWords>
+__device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, bool vectors) {
+  if (n == 4 * kWords && vectors) {
+    if constexpr (kWords == 2) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+    } else {
+      reinterpret_cast<uint4*>(to)[0] = make_uint4(w[0], w[1], w[2], w[3]);
+      reinterpret_cast<uint4*>(to)[1] = make_uint4(w[4], w[5], w[6], w[7]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * kWords; ++i)
+    if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
 }
 
 }  // namespace te_mx::sm90

@@ -14,7 +14,6 @@
 
 #include "common/formats.h"
 #include "common/launch.h"
-#include "common/numbers.cuh"
 #include "mxtile/sm90/convert.cuh"
 #include "nvfp4/nvfp4_operand.cuh"
 #include "nvfp4/nvfp4_parts.cuh"
@@ -35,56 +34,9 @@ struct Nvfp4Smem {
   alignas(16) uint32_t words[kNvfp4Warps][16 * kNvfp4Across / 2];
 };
 
-// Sixteen numbers side by side, of which `count` exist; the others are 0.
-__device__ __forceinline__ void load_block(const Nvfp4Quantize& q, const void* data, int64_t row,
-                                           int64_t col, int count, float (&v)[16]) {
-  const Matrix& x = q.to.x;
-  const int64_t at = row * x.row_stride + col;
-  if (count < 16 || !q.vectors) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = i < count ? load_number(data, at + i, x.dtype) : 0.0f;
-  } else if (x.dtype == DType::f32) {
-    const auto* const from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 w = __ldg(from + i);
-      v[4 * i] = w.x, v[4 * i + 1] = w.y, v[4 * i + 2] = w.z, v[4 * i + 3] = w.w;
-    }
-  } else {
-    const auto* const from =
-        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + at);
-    const uint4 w[2] = {__ldg(from), __ldg(from + 1)};
-    const uint32_t words[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
-    const bool bf16 = x.dtype == DType::bf16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 two = bf16 ? make_float2(__uint_as_float(words[i] << 16),
-                                            __uint_as_float(words[i] & 0xFFFF0000u))
-                              : __half22float2(as<__half2>(words[i]));
-      v[2 * i] = two.x, v[2 * i + 1] = two.y;
-    }
-  }
-}
-
-// n bytes of words, of which all exist where rows are vectors.
-template <int kWords>
-__device__ __forceinline__ void put(uint8_t* to, const uint32_t (&w)[8], int n, bool vectors) {
-  if (n == 4 * kWords && vectors) {
-    if constexpr (kWords == 2) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
-    } else {
-      reinterpret_cast<uint4*>(to)[0] = make_uint4(w[0], w[1], w[2], w[3]);
-      reinterpret_cast<uint4*>(to)[1] = make_uint4(w[4], w[5], w[6], w[7]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 4 * kWords; ++i)
-    if (i < n) to[i] = static_cast<uint8_t>(w[i / 4] >> (8 * (i % 4)));
-}
-
 template <bool kTries, bool kParts, bool kBy32>
-__device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp4Parts& parts) {
+__device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp4Parts& parts,
+                                              int64_t tile_at) {
   extern __shared__ __align__(16) uint8_t room[];
   Nvfp4Smem& s = *reinterpret_cast<Nvfp4Smem*>(room);
   const Nvfp4Side &row_to = q.to.row, &col_to = q.to.col;
@@ -99,8 +51,6 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
   __syncthreads();
   tile::let_dependents_start();
   tile::await_predecessors();
-  // NOTE: codes begin where magnitudes ended, with what L2 still has.
-  const int64_t tile_at = q.only_amax ? int64_t{blockIdx.x} : int64_t{gridDim.x} - 1 - blockIdx.x;
   const int64_t tiles = (q.to.x.cols + kNvfp4Across - 1) / kNvfp4Across;
   const int64_t cols = q.to.x.cols, col0 = tile_at % tiles * kNvfp4Across;
   Nvfp4Part found{q.to.x.data, tile_at / tiles * kNvfp4Down, 0, q.to.x.rows, 0, 0, 0};
@@ -434,16 +384,39 @@ __device__ __forceinline__ void quantize_part(const Nvfp4Quantize& q, const Nvfp
   }
 }
 
+// NOTE: codes begin where magnitudes ended, with what L2 still has.
+__device__ __forceinline__ int tile_of(bool only_amax) {
+  return static_cast<int>(only_amax ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+}
+
+// The factors of products, where magnitudes are known.
+template <bool kTries>
+__device__ __forceinline__ void write_factors(const Nvfp4Two& two, int i) {
+  const Nvfp4Quantize& q = two.of[i / 2];
+  const Nvfp4Side& side = i % 2 == 0 ? q.to.row : q.to.col;
+  if (side.factors == nullptr) return;
+  const uint32_t* const amax = two.times_amax[i];
+  const float times =
+      amax == nullptr ? __ldcg(side.times) : Nvfp4Whole<kTries>(amax, two.of[1 - i / 2].to).decode;
+  const uint32_t* const own = i % 2 == 0 ? q.row_amax : q.col_amax;
+  side.factors[0] = Nvfp4Whole<kTries>(own, q.to).decode * times;
+  side.factors[1] = 0.0f, side.factors[2] = 1.0f;
+}
+
 template <bool kTries>
 __global__ void __launch_bounds__(kNvfp4Threads, 3)
-    nvfp4_quantize_tile(const __grid_constant__ Nvfp4Quantize q) {
-  quantize_part<kTries, false, false>(q, Nvfp4Parts{});
+    nvfp4_quantize_tile(const __grid_constant__ Nvfp4Two two) {
+  const bool only_amax = two.of[0].only_amax;
+  const int at = tile_of(only_amax), which = at < two.first ? 0 : 1;
+  quantize_part<kTries, false, false>(two.of[which], Nvfp4Parts{},
+                                      which == 0 ? at : at - two.first);
+  if (!only_amax && blockIdx.x == 0 && threadIdx.x < 4) write_factors<kTries>(two, threadIdx.x);
 }
 template <bool kTries, bool kBy32>
 __global__ void __launch_bounds__(kNvfp4Threads, kBy32 ? 2 : 3)
     nvfp4_quantize_parts(const __grid_constant__ Nvfp4Quantize q,
                          const __grid_constant__ Nvfp4Parts parts) {
-  quantize_part<kTries, true, kBy32>(q, parts);
+  quantize_part<kTries, true, kBy32>(q, parts, tile_of(q.only_amax));
 }
 
 constexpr bool is_wanted(const Nvfp4Side& side) { return side.codes != nullptr; }
@@ -467,66 +440,122 @@ Status check(const Nvfp4QuantizeArgs& a, bool parts) {
                                                                     : Status::unsupported;
 }
 
-// Of `count` groups or matrices, `matrices` of `rows` rows each, or 1: `tiles` of rows a launch.
-Status run(const Nvfp4QuantizeArgs& a, int64_t count, Nvfp4Parts* parts, const void* const* xs) {
+// What is as long as a matrix has tensor scales: of rows, and of columns.
+struct Words {
+  int64_t of_rows, of_cols;
+  int64_t bytes() const { return 4 * (of_rows + of_cols); }
+};
+Words amax_words(const Nvfp4QuantizeArgs& a, int64_t count, int64_t rows) {
+  return {a.row.scale_rows ? rows : count, a.col.scale_rows ? a.x.cols : count};
+}
+
+// xs: addresses of `count` matrices, or null.
+Nvfp4Quantize told(const Nvfp4QuantizeArgs& a, const Words& words, int64_t count,
+                   const void* const* xs) {
   const Matrix& x = a.x;
-  const int64_t across = (x.cols + kNvfp4Across - 1) / kNvfp4Across,
-                down = (x.rows + kNvfp4Down - 1) / kNvfp4Down;
-  const bool stack = xs != nullptr;
-  const int64_t rows = stack ? count * x.rows : x.rows;
-  const int64_t of_rows = a.row.scale_rows ? rows : count,
-                of_cols = a.col.scale_rows ? x.cols : count;
   const auto plain = [](const Nvfp4Side& side) { return !side.transforms && !side.scale_rows; };
   const bool alike = plain(a.row) && plain(a.col);
   const int64_t bytes = x.dtype == DType::f32 ? 4 : 2;
   bool vectors = starts_at(x.data, x.row_stride * bytes, 16);
-  for (int64_t i = 0; stack && i < count; ++i)
+  for (int64_t i = 0; xs != nullptr && i < count; ++i)
     vectors = vectors && starts_at(xs[i], x.row_stride * bytes, 16);
-  Nvfp4Quantize q{a,
-                  a.amax,
-                  alike ? a.amax : a.amax + of_rows,
-                  vectors,
-                  true,
-                  a.row.scales == nullptr ? starts_at(a.row.codes, 2 * x.cols, 16)
-                                          : starts_at(a.row.codes, (x.cols + 1) / 2, 8),
-                  a.col.scales == nullptr ? starts_at(a.col.codes, 2 * x.cols, 4)
-                                          : starts_at(a.col.codes, (x.rows + 1) / 2, 16)};
-  const auto stream = static_cast<cudaStream_t>(a.execution.stream);
+  return {a,
+          a.amax,
+          alike ? a.amax : a.amax + words.of_rows,
+          vectors,
+          true,
+          a.row.scales == nullptr ? starts_at(a.row.codes, 2 * x.cols, 16)
+                                  : starts_at(a.row.codes, (x.cols + 1) / 2, 8),
+          a.col.scales == nullptr ? starts_at(a.col.codes, 2 * x.cols, 4)
+                                  : starts_at(a.col.codes, (x.rows + 1) / 2, 16)};
+}
+
+constexpr int64_t across(const Matrix& x) { return (x.cols + kNvfp4Across - 1) / kNvfp4Across; }
+constexpr int64_t down(const Matrix& x) { return (x.rows + kNvfp4Down - 1) / kNvfp4Down; }
+Status clear(void* at, int64_t bytes, void* stream) {
+  return started(
+      cudaMemsetAsync(at, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
+}
+
+Launch launch_of(const Nvfp4QuantizeArgs& a, int64_t tiles, bool only_amax, bool random) {
+  const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
+  Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kNvfp4Threads), a.execution.stream,
+            !only_amax && random ? all : all - words};
+  at.early = !only_amax;  // what is before the first one is no kernel
+  return at;
+}
+
+// One matrix, or two side by side.
+Status run(const Nvfp4QuantizeArgs& a, const Nvfp4QuantizeArgs* b) {
+  const Nvfp4QuantizeArgs* const args[] = {&a, b};
+  Nvfp4Two two{};
+  int64_t tiles[2] = {0, 0};
+  Words words[2] = {};
+  for (int i = 0; i < 2 && args[i] != nullptr; ++i) {
+    tiles[i] = across(args[i]->x) * down(args[i]->x);
+    words[i] = amax_words(*args[i], 1, args[i]->x.rows);
+    two.of[i] = told(*args[i], words[i], 1, nullptr);
+  }
+  if (tiles[0] + tiles[1] > INT32_MAX) return Status::unsupported;
+  two.first = static_cast<int>(tiles[0]);
+  for (int i = 0; i < 4; ++i) {
+    const Nvfp4Side& side = i % 2 == 0 ? two.of[i / 2].to.row : two.of[i / 2].to.col;
+    const Nvfp4Quantize& other = two.of[1 - i / 2];
+    if (side.factors == nullptr) continue;
+    if (side.times == nullptr || side.scale_rows) return Status::bad_argument;
+    if (side.times == other.to.row.scale) two.times_amax[i] = other.row_amax;
+    if (side.times == other.to.col.scale) two.times_amax[i] = other.col_amax;
+  }
+  const bool behind = b != nullptr && b->amax == a.amax + words[0].bytes() / 4;
   Status status =
-      started(cudaMemsetAsync(a.amax, 0, static_cast<size_t>(4 * (of_rows + of_cols)), stream));
+      clear(a.amax, words[0].bytes() + (behind ? words[1].bytes() : 0), a.execution.stream);
+  if (status == Status::ok && b != nullptr && !behind)
+    status = clear(b->amax, words[1].bytes(), a.execution.stream);
+  const bool tries = a.tries != Nvfp4Tries::none;
+  const bool random = a.seed != nullptr || (b != nullptr && b->seed != nullptr);
+  for (const bool only_amax : {true, false}) {
+    if (status != Status::ok) return status;
+    two.of[0].only_amax = two.of[1].only_amax = only_amax;
+    status =
+        launch_early(!only_amax && tries ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>,
+                     launch_of(a, tiles[0] + tiles[1], only_amax, random), two);
+  }
+  return status;
+}
+
+// Of `count` groups or matrices, `matrices` of `rows` rows each: `tiles` of rows a launch.
+Status run_parts(const Nvfp4QuantizeArgs& a, int64_t count, Nvfp4Parts& parts,
+                 const void* const* xs) {
+  const Matrix& x = a.x;
+  const bool stack = xs != nullptr;
+  const Words words = amax_words(a, count, stack ? count * x.rows : x.rows);
+  Nvfp4Quantize q = told(a, words, count, xs);
+  if (a.row.factors != nullptr || a.col.factors != nullptr) return Status::bad_argument;
+  Status status = clear(a.amax, words.bytes(), a.execution.stream);
   // Scales between groups.
   if (status == Status::ok && a.groups.count > 0 && is_wanted(a.col) && a.col.scales != nullptr)
-    status = started(cudaMemsetAsync(a.col.scales, 0,
-                                     static_cast<size_t>((x.rows / 16 + count) * x.cols), stream));
+    status = clear(a.col.scales, (x.rows / 16 + count) * x.cols, a.execution.stream);
   if (status != Status::ok) return status;
-  const int words = sizeof(Nvfp4Smem::words), all = sizeof(Nvfp4Smem);
   const bool tries = a.tries != Nvfp4Tries::none, by_32 = a.row.by_32 || a.col.by_32;
   for (const bool only_amax : {true, false}) {
     q.only_amax = only_amax;
     for (int64_t first = 0; first < (stack ? count : 1); first += kMostMatrices) {
-      int64_t tiles = across * down;
+      int64_t tiles = across(x) * down(x);
       if (stack) {
-        parts->first = static_cast<int>(first);
-        parts->matrices = static_cast<int>(std::min<int64_t>(count - first, kMostMatrices));
-        std::copy_n(xs + first, parts->matrices, parts->xs);
-        tiles *= parts->matrices;
+        parts.first = static_cast<int>(first);
+        parts.matrices = static_cast<int>(std::min<int64_t>(count - first, kMostMatrices));
+        std::copy_n(xs + first, parts.matrices, parts.xs);
+        tiles *= parts.matrices;
       } else if (a.groups.count > 0) {
-        tiles = across * group_tiles(x.rows, count);
+        tiles = across(x) * group_tiles(x.rows, count);
       }
       if (tiles > INT32_MAX) return Status::unsupported;
-      Launch at{dim3(static_cast<unsigned>(tiles)), dim3(kNvfp4Threads), stream,
-                !only_amax && a.seed != nullptr ? all : all - words};
-      at.early = !only_amax || first > 0;  // what is before the first one is no kernel
-      const bool tried = !only_amax && tries;
-      if (parts == nullptr) {
-        status =
-            launch_early(tried ? nvfp4_quantize_tile<true> : nvfp4_quantize_tile<false>, at, q);
-      } else {
-        status = launch_early(tried   ? nvfp4_quantize_parts<true, true>
-                              : by_32 ? nvfp4_quantize_parts<false, true>
-                                      : nvfp4_quantize_parts<false, false>,
-                              at, q, *parts);
-      }
+      Launch at = launch_of(a, tiles, only_amax, a.seed != nullptr);
+      at.early = !only_amax || first > 0;
+      status = launch_early(!only_amax && tries ? nvfp4_quantize_parts<true, true>
+                            : by_32             ? nvfp4_quantize_parts<false, true>
+                                                : nvfp4_quantize_parts<false, false>,
+                            at, q, parts);
       if (status != Status::ok) return status;
     }
   }
@@ -542,10 +571,21 @@ Status nvfp4_quantize(const Nvfp4QuantizeArgs& a) {
   if (status != Status::ok) return status;
   if (groups && (a.square || !valid(a.groups) || a.groups.rows != a.x.rows))
     return Status::bad_argument;
+  if (!groups && !a.row.by_32 && !a.col.by_32) return run(a, nullptr);
   Nvfp4Parts parts{};
   if (groups) parts.groups = group_table(a.groups);
-  const bool more = groups || a.row.by_32 || a.col.by_32;
-  return run(a, groups ? a.groups.count : 1, more ? &parts : nullptr, nullptr);
+  return run_parts(a, groups ? a.groups.count : 1, parts, nullptr);
+}
+
+Status nvfp4_quantize_two(const Nvfp4QuantizeArgs& first, const Nvfp4QuantizeArgs& second) {
+  for (const Nvfp4QuantizeArgs* a : {&first, &second}) {
+    if (a->x.data == nullptr || a->groups.count > 0) return Status::bad_argument;
+    const Status status = check(*a, false);
+    if (status != Status::ok) return status;
+    if (a->row.by_32 || a->col.by_32) return Status::unsupported;
+  }
+  const bool tries[] = {first.tries != Nvfp4Tries::none, second.tries != Nvfp4Tries::none};
+  return tries[0] == tries[1] ? run(first, &second) : Status::unsupported;
 }
 
 Status nvfp4_quantize_stacked(const Nvfp4QuantizeArgs& a, const void* const* xs, int64_t count) {
@@ -554,7 +594,7 @@ Status nvfp4_quantize_stacked(const Nvfp4QuantizeArgs& a, const void* const* xs,
   if (a.seed != nullptr || a.groups.count > 0 || count < 1 || count * a.x.rows > INT32_MAX)
     return Status::bad_argument;
   Nvfp4Parts parts{};
-  return run(a, count, &parts, xs);
+  return run_parts(a, count, parts, xs);
 }
 
 }  // namespace te_mx::sm90

@@ -2,6 +2,7 @@
 kernels on the same bytes, as sequences (sequence.py) with what only they read in one buffer."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from te_mx.dispatch.layer import (
     Product,
     Saved,
 )
-from te_mx.dispatch.linear import Into, Part
+from te_mx.dispatch.linear import LATER, Into, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import is_stochastic
@@ -363,6 +364,11 @@ class _Builder:
         steps.gemm(g, x, Place(name), into, self.how, spare, accumulate=Place(f"{name}_add"))
 
 
+# A backward pass: its sequence, bytes of its workspace, what it makes (as Plan.outputs), and where
+# columns lie that are left.
+_Back = tuple[Any, int, list[tuple[int, Any, Any]], list[At | None]]
+
+
 class Plan(LayerPlan):
     def __init__(self, p: LayerProblem) -> None:
         self.problem, self.device, self.builder = p, p.device, _Builder(p)
@@ -373,7 +379,7 @@ class Plan(LayerPlan):
         self.seeds = 0 if not stochastic else 1 if p.second is None else 2
         self.products = (p.first,) if p.second is None else (p.first, p.second)
         self.n = self.products[-1].n
-        self._backward: dict[tuple[Any, ...], tuple[Any, int] | None] = {}
+        self._backward: dict[tuple[Any, ...], _Back | None] = {}
         self.ran = tuple([
             (i, gemm, kernel)
             for i, (one, kernel) in enumerate(zip(self.products, self.kernels, strict=True))
@@ -395,22 +401,31 @@ class Plan(LayerPlan):
             if one.need_db and not sums:
                 self.outputs.append((3 + i, (one.n,), summed if i == 0 else one.bias))
         # That of the usual call, so that what native code does not take is known before forward.
-        self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
-        if self._back(p.dtype, self.usual, p.return_z) is None:
+        if self._back(p.dtype, p.return_z, None, None) is None:
             raise Unfit
 
-    def _back(
-        self, g_dtype: torch.dtype, into: tuple[torch.dtype | None, ...], apart: bool
-    ) -> tuple[Any, int] | None:
-        key = g_dtype, into, apart
-        found = self._backward.get(key, ...)
-        if found is ...:
-            try:
-                found = self.builder.backward(*key) if g_dtype in FLOAT_DTYPES else None
-            except Unfit:
-                found = None
-            self._backward[key] = found
-        return found
+    def _back(self, g_dtype: torch.dtype, apart: bool, *into: Any) -> _Back | None:
+        """How backward runs where weight gradients go so: None to autograd, a dtype to a tensor
+        that is there, LATER as columns of the output gradient. apart: without the normalization."""
+        wanted: list[torch.dtype | None] = [one.dtype for one in self.products]
+        outputs = {i: (i, size, dtype) for i, size, dtype in self.outputs if i % 5 or not apart}
+        views: list[At | None] = [None, None]
+        for i, (one, to) in enumerate(zip(self.products, into, strict=False)):
+            if to is LATER:
+                room = Room("dw")
+                views[i] = room.operand(self.problem.formats.g[1], one.n, self.problem.m)
+                wanted[i], outputs[1 + i] = None, (1 + i, (room.size,), _U8)
+            elif to is not None:
+                wanted[i] = to
+                del outputs[1 + i]
+        made: _Back | None = None
+        if g_dtype in FLOAT_DTYPES:
+            with suppress(Unfit):
+                sequence, nbytes = self.builder.backward(g_dtype, tuple(wanted), apart)
+                made = sequence, nbytes, list(outputs.values()), views
+        key = g_dtype, apart, into
+        self._backward[key] = made
+        return made
 
     def forward(
         self, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
@@ -425,7 +440,8 @@ class Plan(LayerPlan):
         work = make(self.work, dtype=_U8)
         first, second = weights
         status = self.sequence.run(
-            binding.stream(self.device.index), work, columns, others, y, z, *_rows(x, p.first.k),
+            binding.stream(self.device.index), work, columns, others, y, z,
+            *((x, p.first.k) if x.is_contiguous() else _rows(x, p.first.k)),
             norm_weight, norm_bias, *_weight_at(*first),
             *(_NO_WEIGHT if p.second is None else _weight_at(*second)),
             None if b1 is None else b1.contiguous(), None if b2 is None else b2.contiguous(),
@@ -439,26 +455,33 @@ class Plan(LayerPlan):
         kept: Buffers, weights: Sequence[Tensor | None], into: Sequence[Into | None], seeds: Any,
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
-        p, make, outputs, wanted = self.problem, g.new_empty, self.outputs, self.usual
+        p, make, adds = self.problem, g.new_empty, [False, False]
         to: list[Any] = [None] * 6
-        adds, views = [0, 0], None
-        if apart or into[0] is not None or into[1] is not None:
-            wanted, outputs, adds, views = self._routed(into, apart, to)
-        made = self._back(g.dtype, wanted, apart)
-        if made is None or outputs is None:
+        how: list[Any] = [None, None]
+        for i, place in enumerate(into):
+            if place is not None:
+                to[1 + i], adds[i] = out, _ = place
+                how[i] = LATER if out is None else out.dtype
+                if out is not None and self.builder.sums_apart and out.data_ptr() % _ALIGNMENT:
+                    return None
+        key = g.dtype, apart, (*how,)
+        back = self._backward[key] if key in self._backward else self._back(g.dtype, apart, *how)
+        if back is None:
             return None
-        g, g_stride = _rows(g, self.n)
+        sequence, nbytes, outputs, views = back
+        g, g_stride = (g, self.n) if g.is_contiguous() else _rows(g, self.n)
         for i, size, dtype in outputs:
             to[i] = make(*size, dtype=dtype)
         dweight, dw1, dw2, db1, db2, dbias = to
-        work, dx = make(made[1], dtype=_U8), None
+        work, dx = make(nbytes, dtype=_U8), None
         if p.need_dx:
             dx_shape, dtype = ((p.m, p.first.k), p.dtype) if apart else (shape, p.x_dtype)
             dx = make(*dx_shape, dtype=dtype)
         w1, beside1, w2, beside2 = weights
-        status = made[0].run(
+        status = sequence.run(
             binding.stream(self.device.index), work, *kept, g, g_stride,
-            *((None, 0) if x is None else _rows(x, p.first.k)), norm_weight,
+            *((x, p.first.k) if x is None or x.is_contiguous() else _rows(x, p.first.k)),
+            norm_weight,
             seeds[0] if seeds else None, seeds[-1] if seeds else None,
             *_weight_at(w1, beside1),
             *(_NO_WEIGHT if p.second is None else _weight_at(w2, beside2)),
@@ -466,45 +489,17 @@ class Plan(LayerPlan):
         )  # fmt: skip
         if status:
             _did_not_start(status)
-        if views is not None:
-            dw1, dw2 = (
-                one if at is None else _view(one, at)
-                for one, at in zip((dw1, dw2), views, strict=True)
-            )
-            for place in into:
-                if place is not None and place.out is not None:
-                    note_written(place.out)
+        for i, place in enumerate(into):
+            if place is not None and place.out is not None:
+                note_written(place.out)
+            elif place is not None:
+                to[1 + i] = _view(to[1 + i], views[i])  # type: ignore[arg-type]
         if self.casts and db1 is not None:
             db1 = db1.to(p.first.bias)
         if self.builder.sums_apart and self.products[-1].need_db:
             db = g.view(-1, self.n).sum(0, dtype=_F32).to(self.products[-1].bias)
             db1, db2 = (db, None) if p.second is None else (None, db)
-        return dx, (dweight, dbias), (dw1, dw2), (db1, db2)
-
-    def _routed(
-        self, into: Sequence[Into | None], apart: bool, places: list[Any]
-    ) -> tuple[tuple[Any, ...], Any, list[int], list[At | None]]:
-        """Where weight gradients go elsewhere: the dtypes that they are written in, what is made
-        beside `places`, which are there (None where native code does not write them), whether they
-        are added, and where columns that are left lie."""
-        p, wanted, adds = self.problem, [*self.usual], [0, 0]
-        views: list[At | None] = [None, None]
-        outputs = {i: (i, *of) for i, *of in self.outputs if i % 5 or not apart}
-        for i, one in enumerate(self.products):
-            to = into[i]
-            if to is None or not one.need_dw:
-                continue
-            if to.out is None:
-                room = Room("dw")
-                views[i] = room.operand(p.formats.g[1], one.n, p.m)
-                wanted[i], outputs[1 + i] = None, (1 + i, (room.size,), _U8)
-                continue
-            places[1 + i], adds[i] = to.out, int(to.accumulate)
-            wanted[i] = to.out.dtype
-            del outputs[1 + i]
-            if self.builder.sums_apart and to.out.data_ptr() % _ALIGNMENT:
-                return self.usual, None, adds, views
-        return tuple(wanted), outputs.values(), adds, views
+        return dx, (dweight, dbias), (to[1], to[2]), (db1, db2)
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
@@ -554,8 +549,6 @@ def _lies(buffer: Any) -> bool:
 
 def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
     """A matrix of the rows of x [..., k], and how far apart they are."""
-    if x.is_contiguous():
-        return x, k
     x_MK = x if x.dim() == 2 else x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     return x_MK, x_MK.stride(0)

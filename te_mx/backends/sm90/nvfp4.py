@@ -466,6 +466,22 @@ def quantizer_fields(
     return fields, words
 
 
+def made_together(records: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Whether one call makes what the records of two matrices say; their words of scratch memory
+    lie behind each other then."""
+    (_, first), (_, second) = records
+    said = [
+        fields.get(f"{side}_{name}")
+        for fields in (first, second)
+        for side in ("row", "col")
+        for name in ("by_32", "scale_rows")
+    ]
+    if any(said) or bool(first.get("tries")) != bool(second.get("tries")):
+        return False
+    second["amax"] = first["amax"]._replace(offset=first["amax"].offset + 8)
+    return True
+
+
 def values_fields(spec: str, rows: int, k: int) -> dict[str, Any]:
     """What a record says of an operand whose values are made."""
     return {

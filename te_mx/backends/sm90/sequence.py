@@ -216,8 +216,15 @@ class Steps:
     ) -> None:  # fmt: skip
         """Reads of matrices that do not depend on each other: one of each at the same time where
         that can be; `first` without sums."""
-        if first and second and all(one[0][0] in AT_ONCE for one in (first, second)):
-            self.add("quantize_two", first[0][1], second[0][1])
+        calls = [one[0] for one in (first, second) if one]
+        kernels, records = {kernel for kernel, _ in calls}, [record for _, record in calls]
+        call = ""
+        if len(calls) == 2 and kernels.issubset(AT_ONCE):
+            call = "quantize_two"
+        elif len(calls) == 2 and kernels == {nvfp4.PRODUCT} and nvfp4.made_together(records):
+            call = "nvfp4_quantize_two"
+        if call:
+            self.add(call, *records)
             first, second = first[1:], second[1:]
         for _, record in (*first, *second):
             self.add(CALLS[record[0]], record)
@@ -284,6 +291,7 @@ class Steps:
                 }  # fmt: skip
                 self.add("nvfp4_from_rows", ("Nvfp4Args", made))
             fields |= {side: values, f"of_{side}": one.whole, f"{side}_k_first": layout.k_first}
+        fields |= self._factors(lhs, rhs)
         if self._scratch is None:
             self._scratch = self.temp.take(self.native.nvfp4_multiply_workspace())
         fields |= {
@@ -297,6 +305,28 @@ class Steps:
             if not binding.supported(self.native.nvfp4_multiplies(args)):
                 raise Unfit
         self.add("nvfp4_multiply", ("Nvfp4MultiplyArgs", fields))
+
+    def _factors(self, lhs: At, rhs: At) -> Fields:
+        """The field of a product whose tensor scales a quantizer multiplies, the last one of both;
+        without it a kernel does, which is one launch more."""
+        if lhs.whole is None or rhs.whole is None:
+            return {}
+        beside = {lhs.whole: rhs.whole, rhs.whole: lhs.whole}
+        times = {(self._numbers[at.argument], at.offset): of for at, of in beside.items()}
+        for _, records, arguments in reversed(self._steps):
+            for i, field, *at in arguments:
+                side, other = field[:3], times.get(tuple(at))
+                if other is None or field not in ("row_scale", "col_scale"):
+                    continue
+                taken = any(one[:2] == (i, f"{side}_factors") for one in arguments)
+                if taken or records[i].row_by_32 or records[i].col_by_32:
+                    return {}
+                made = self.temp.take(12)
+                for name, place in (("factors", made), ("times", other)):
+                    number = self._numbers[place.argument]
+                    arguments.append((i, f"{side}_{name}", number, place.offset))
+                return {"factors": made}
+        return {}
 
 
 def target(
