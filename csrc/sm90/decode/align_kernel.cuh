@@ -46,10 +46,12 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
     a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
 }
 
-// A row of bf16 in whole vectors by eight lanes: a first pass of all blocks by fewer instructions,
-// and others where some lie far apart.
+// A row of bf16 in whole vectors, or of products of activations and gates, by eight lanes: a first
+// pass of all blocks by fewer instructions, and others where some lie far apart.
+template <bool kGated>
 __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
-  using Eight = AlignedValues<__nv_bfloat16, true>;
+  using Values = AlignedValues<__nv_bfloat16, true>;
+  using Eight = std::conditional_t<kGated, EightGated<Values, __nv_bfloat16>, Values>;
   using In = Input<__nv_bfloat16>;
   const int quad = static_cast<int>(blockIdx.x), lane = threadIdx.x % 8;
   const int row = static_cast<int>(blockIdx.y) * kAlignRows + static_cast<int>(threadIdx.x) / 8;
@@ -57,11 +59,11 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
   DecodeRows rows = a.rows_of;
   if (!rows.begin(block) || rows.group < 0) return;
   const bool there = r < rows.count;
-  const auto* const from =
-      static_cast<const __nv_bfloat16*>(a.in.x) + int64_t{there ? rows.first + r : 0} * a.in.ld + k;
   Eight x[2];
-  Eight::read(x[0].v, from, there ? a.k - k : 0);
-  Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    x[i].load(a.in, there ? rows.first + r : 0, k + 8 * i, there ? a.k - k - 8 * i : 0);
+  if constexpr (kGated) x[0].multiply(a.in), x[1].multiply(a.in);
   auto most = In::larger(x[0].own_most(), x[1].own_most());
   const float2 two = In::magnitudes(In::larger(most, In::shuffle_xor(most, 1)));
   const uint32_t amax = max(__float_as_uint(two.x), __float_as_uint(two.y));
@@ -165,12 +167,13 @@ __global__ void __launch_bounds__(kAlignThreads, 5)
   }
 }
 
-// The same where plain() says so, by half as many threads.
+// The same of plain() rows, or gated ones, by half as many threads.
 __global__ void __launch_bounds__(kAlignThreads / 2)
     align_plain(const __grid_constant__ AlignedInput a) {
   tile::let_dependents_start();
   tile::await_predecessors();
-  a.factors ? factor_plain_row(a) : align_plain_row(a);
+  if (a.factors) return factor_plain_row(a);
+  a.in.gate == nullptr ? align_plain_row<false>(a) : align_plain_row<true>(a);
 }
 
 }  // namespace te_mx::sm90
