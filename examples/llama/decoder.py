@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 
 class Pieces(NamedTuple):
-    """What stands between the products, each a function that torch.compile makes one kernel of."""
+    """What stands between the products. attend, where there is one, is all that the attention of
+    one token does between its products, and choose writes the likeliest token; without gated, an
+    MLP does that itself."""
 
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     turned: Callable[..., Tensor]
     mixing: Callable[..., Tensor]
-    gated: Callable[..., Tensor]
-
-    def compiled(self) -> "Pieces":
-        return Pieces(*(torch.compile(piece, dynamic=False) for piece in self))
+    gated: Callable[..., Tensor] | None = None
+    attend: Callable[..., Tensor] | None = None
+    choose: Callable[..., None] | None = None
 
 
 def add_norm(x: Tensor, more: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,12 @@ def gated(h: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-EAGER = Pieces(add_norm, turned, mixing, gated)
+EAGER = Pieces(add_norm, turned, mixing)
+
+
+def compiled() -> Pieces:
+    """A kernel of torch.compile each."""
+    return Pieces(*(torch.compile(piece, dynamic=False) for piece in (*EAGER[:3], gated)))
 
 
 class MLP(nn.Module):
@@ -83,7 +89,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, h = at.pieces.add_norm(x, more, self.norm1)
         x, h = at.pieces.add_norm(x, self.o(self.attend(self.qkv(h), at, cache)), self.norm2)
-        if at.pieces is EAGER:
+        if at.pieces.gated is None:
             return x, self.mlp(h)
         return x, self.mlp.down(at.pieces.gated(self.mlp.gate_up(h)))
 
@@ -91,6 +97,8 @@ class Layer(nn.Module):
         """[B, T, (H+2P)*E] -> [B, T, H*E]; keys and values go into the cache [2, B, P, S, E]."""
         b, t, _ = qkv.shape
         h, p, e = self.heads, self.pairs, self.head
+        if at.pieces.attend is not None:
+            return at.pieces.attend(qkv, at, cache, h // p)
         # Queries and keys turn; the cosines of values are 1.
         qkv = at.pieces.turned(qkv.view(b, t, h + 2 * p, e), at.cos, at.sin).transpose(1, 2)
         given = qkv[:, h:].view(b, 2, p, t, e).transpose(0, 1)
@@ -116,14 +124,16 @@ class At:
     mask [T, S]. More than one token are a prompt, whose positions start at 0."""
 
     def __init__(self, model: "Decoder", positions: Tensor) -> None:
-        self.positions = positions
+        self.positions, self.tables = positions, model.tables
         count = len(positions)
+        self.pieces = model.pieces if count == 1 else EAGER
+        if self.pieces.attend is not None:
+            return
         rows = model.tables[:count] if count > 1 else model.tables.index_select(0, positions)
         kept = model.config.num_attention_heads + model.pairs
         both = (kept + model.pairs) * model.head, kept * model.head
         cos, sin, self.mask = rows.split([*both, model.places], 1)
         self.cos, self.sin = (one.unflatten(1, (-1, model.head)) for one in (cos, sin))
-        self.pieces = model.pieces if count == 1 else EAGER
 
 
 class Decoder(nn.Module):

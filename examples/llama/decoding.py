@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import importlib
+import importlib.util
 import statistics
 import time
 from collections import Counter
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import te_mx
 from llama import models
-from llama.decoder import Decoder, from_transformers
+from llama.decoder import EAGER, Decoder, Pieces, compiled, from_transformers
 
 HIGH_PRECISION = "high precision"  # what te_mx.audit says of layers that are not quantized
 MODES = ("bf16", "mxfp8", "mxfp4")
@@ -95,6 +97,20 @@ def quantize(model: Decoder, settings: DecodeSettings) -> None:
     )  # fmt: skip
 
 
+def pieces_of_steps(model: Decoder, settings: DecodeSettings) -> Pieces:
+    """The same in every precision, so that what differs is the products."""
+    if settings.compile:
+        return compiled()
+    if torch.device(settings.device).type == "cuda" and importlib.util.find_spec("triton"):
+        kernels = importlib.import_module("llama.kernels")
+        if kernels.fit(model.head):
+            return EAGER._replace(
+                add_norm=kernels.add_norm, gated=kernels.gated, attend=kernels.attend,
+                choose=kernels.choose,
+            )  # fmt: skip
+    return EAGER
+
+
 class Generation:
     """Sequences that grow by a token a step: the last [B, 1], its position [1], all [B, S]."""
 
@@ -127,6 +143,9 @@ class Generation:
             self._choose(logits)
 
     def _choose(self, logits: Tensor) -> None:
+        if self.model.pieces.choose is not None:
+            self.model.pieces.choose(logits, self.token, self.all, self.position)
+            return
         self.token.copy_(logits[:, -1:].argmax(-1))
         self.all.index_copy_(1, self.position, self.token)
 
@@ -139,16 +158,13 @@ class Generation:
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:
-    """A CUDA graph of a call, which it makes some times before."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    """A CUDA graph of a call, which it makes some times before, all on the current stream: cuBLAS
+    has a workspace for every stream that it saw."""
+    for _ in range(3):
+        call()
     gc.collect()  # what it would destroy during the capture
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         call()
     return graph.replay
 
@@ -166,15 +182,23 @@ def choices_given(model: Decoder, tokens: Tensor, prompt: int, quantized: bool) 
 def run(settings: DecodeSettings, expected: list[list[int]] | None, bar) -> dict:
     """Decode and time it: a record for the table. expected: all tokens of the bf16 run."""
     device = torch.device(settings.device)
-    cuda = device.type == "cuda"
+    if device.type != "cuda":
+        return _run(settings, expected, bar, device, cuda=False)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # a graph is of no default stream
+        return _run(settings, expected, bar, device, cuda=True)
+
+
+def _run(
+    settings: DecodeSettings, expected: list[list[int]] | None, bar, device: torch.device,
+    cuda: bool,
+) -> dict:  # fmt: skip
     settings.model_config()  # imports Transformers, which is none of the model's memory
     before = _held(device)
     model = build(settings)
     quantized = settings.mode != "bf16"
     if quantized:
         quantize(model, settings)
-    if settings.compile:
-        model.pieces = model.pieces.compiled()
+    model.pieces = pieces_of_steps(model, settings)
     ready = captured if cuda and settings.graph else lambda call: call
     rates, held = {}, 0.0
     for batch in settings.batches:

@@ -46,10 +46,12 @@ __device__ __forceinline__ void align_row(const AlignedInput& a) {
     a.passes[int64_t{blockIdx.y} * a.quads + quad] = static_cast<uint8_t>(passes);
 }
 
-// A row of bf16 in whole vectors by eight lanes, which have sixteen of a quad each.
-template <bool kFactors>
+// A row of bf16 in whole vectors, or of products of activations and gates, by eight lanes, which
+// have sixteen of a quad each.
+template <bool kFactors, bool kGated = false>
 struct PlainRow {
-  using Eight = AlignedValues<__nv_bfloat16, true, kFactors>;
+  using Values = AlignedValues<__nv_bfloat16, true, kFactors>;
+  using Eight = std::conditional_t<kGated, EightGated<Values, __nv_bfloat16>, Values>;
   int quad, lane, block, r;
   bool any = false, there = false;  // whether the block has rows, and whether this is one
   Eight x[2];
@@ -62,10 +64,10 @@ struct PlainRow {
     DecodeRows rows = a.rows_of;
     if (!rows.begin(block) || rows.group < 0) return;
     any = true, there = r < rows.count;
-    const auto* const from = static_cast<const __nv_bfloat16*>(a.in.x) +
-                             int64_t{there ? rows.first + r : 0} * a.in.ld + k;
-    Eight::read(x[0].v, from, there ? a.k - k : 0);
-    Eight::read(x[1].v, from + 8, there ? a.k - k - 8 : 0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      x[i].load(a.in, there ? rows.first + r : 0, k + 8 * i, there ? a.k - k - 8 * i : 0);
+    if constexpr (kGated) x[0].multiply(a.in), x[1].multiply(a.in);
   }
   // The bits of the largest magnitude of so many lanes.
   template <int kLanes>
@@ -82,13 +84,15 @@ struct PlainRow {
 
 // A first pass of all blocks of such a row by fewer instructions, and others where some lie far
 // apart.
+template <bool kGated>
 __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
-  const PlainRow<false> own(a);
+  using Row = PlainRow<false, kGated>;
+  const Row own(a);
   if (!own.any) return;
   const auto& x = own.x;
   const int quad = own.quad, lane = own.lane, block = own.block, r = own.r;
   const bool there = own.there;
-  const uint32_t amax = own.largest<2>();
+  const uint32_t amax = own.template largest<2>();
   const int byte = static_cast<int>(scale_byte(a.in, amax));
   const bool left = amax != 0 && byte != 255;
   int e = left ? byte : -1;
@@ -113,7 +117,7 @@ __device__ __forceinline__ void align_plain_row(const AlignedInput& a) {
   if (a.beside != nullptr) return;
   int passes = 1;
   if (__syncthreads_or(left && !taken)) {
-    AlignedSixteen<PlainRow<false>::Eight> blocks(x, a.in, amax);
+    AlignedSixteen<typename Row::Eight> blocks(x, a.in, amax);
     int number = 0;
 #pragma unroll 1
     for (; number == 0 || blocks.more(); ++number) {
@@ -176,12 +180,13 @@ __global__ void __launch_bounds__(kAlignThreads, 5)
   }
 }
 
-// The same where plain() says so, by half as many threads.
+// The same of plain() rows, or gated ones, by half as many threads.
 __global__ void __launch_bounds__(kAlignThreads / 2)
     align_plain(const __grid_constant__ AlignedInput a) {
   tile::let_dependents_start();
   tile::await_predecessors();
-  a.factors ? factor_plain_row(a) : align_plain_row(a);
+  if (a.factors) return factor_plain_row(a);
+  a.in.gate == nullptr ? align_plain_row<false>(a) : align_plain_row<true>(a);
 }
 
 }  // namespace te_mx::sm90

@@ -3,12 +3,23 @@
 #include "decode/wide_run.cuh"
 
 namespace te_mx::sm90 {
+namespace {
+
+// Products of activations and gates whose values align_plain could have.
+bool plain_products(const AlignedInput& x) {
+  DecodeInput values = x.in;
+  values.gate = nullptr;
+  return !x.factors && values.plain(x.k);
+}
+
+}  // namespace
 
 Status launch_align(const AlignedInput& x, int blocks, void* stream) {
   const bool grouped = x.rows_of.groups.count > 0;
   const int rows = grouped ? blocks * x.rows : x.m;
   const dim3 grid(x.quads, (rows + kAlignRows - 1) / kAlignRows);
-  if (x.plain()) return launch_early(align_plain, {grid, kAlignThreads / 2, stream, 0, 1}, x);
+  if (x.plain() || plain_products(x))
+    return launch_early(align_plain, {grid, kAlignThreads / 2, stream, 0, 1}, x);
   return launch_early(align_rows, {grid, kAlignThreads, stream, 0, 1}, x);
 }
 

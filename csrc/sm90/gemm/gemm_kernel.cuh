@@ -299,8 +299,10 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
         w.wave = wave;
         w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
         if constexpr (Schedule::kDynamic) {
-          // The end of a group: what lies behind it belongs to the next one.
-          if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
+          // The end of a group: what lies behind it belongs to the next one, and only warps that
+          // store rows themselves leave it out.
+          if (w.m0 + 64 > w.m_end && (!Config::kByWarps || p.epilogue.accumulate))
+            w.direct = w.by_element = true;
         }
         epilogue_wave<kEpilogue, Config::kSlots, Config::kByWarps>(sum[wave], p.epilogue, &out_map,
                                                                    w);

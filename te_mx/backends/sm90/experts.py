@@ -41,7 +41,7 @@ from te_mx.runtime import workspace
 # Mean rows of an expert from which tiles are faster than reading weights once for 8 rows, although
 # weights that lie as codes and scales are packed at every call.
 LEAST_ROWS, LEAST_ROWS_PACKED = 32, 6
-LEAST_ROWS_STANDING = 48  # of MXFP4 that stands still, whose codes become tiles at every call
+LEAST_ROWS_STANDING = 24  # of MXFP4 that stands still, which few rows read once for 32 of them
 LEAST_SORTED = 64  # the same of one product, whose rows are sorted and put back
 MOST_EXPERTS = 4096  # te_mx/sm90.h
 _I32, _E4M3 = torch.int32, FORMATS["e4m3"]

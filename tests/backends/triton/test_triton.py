@@ -35,6 +35,11 @@ def test_interpreted_quantizers(cases):
     test_interpreted(*cases, file="interpreted_quantize.py")
 
 
+@TRITON
+def test_interpreted_pieces_of_a_decoder():
+    test_interpreted("pieces", "generation", "heads", file="interpreted_decoder.py")
+
+
 def test_without_triton_or_a_gpu_for_it_kernels_say_so():
     said = python(
         "import importlib.util, sys, torch; importlib.util.find_spec = lambda name, *_: None\n"
