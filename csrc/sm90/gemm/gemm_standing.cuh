@@ -17,6 +17,7 @@
 
 #include "gemm/gemm_grouped.cuh"
 #include "gemm/gemm_operands.cuh"
+#include "mxtile/sm90/convert.cuh"
 #include "te_mx/sm90_nvfp4.h"
 
 namespace te_mx::sm90 {
@@ -354,7 +355,8 @@ struct StandingPart {
   __device__ __forceinline__ static uint32_t look_up(const uint2& table, uint32_t four,
                                                      uint32_t sign, bool exchanged = false) {
     const uint32_t places = exchanged ? (four >> 16) + (four << 4) : four + (four >> 12);
-    return __byte_perm(table.x, table.y, places) | (sign & 0x80808080u);
+    // NOTE: __byte_perm() would clear the highest bit of every place, which none has.
+    return tile::permute_bytes(table.x, table.y, places) | (sign & 0x80808080u);
   }
   // Four codes, and those of 8 of K on.
   template <bool kEight>
