@@ -319,6 +319,18 @@ def frozen() -> int:
     return count
 
 
+def invariant() -> int:
+    """Few rows that have the bits of many, as their test calls them."""
+    import test_sm90_invariant as tests
+    import torch
+
+    shapes = ((17, 136, 1040), (40, 130, 640), (64, 64, 24576))
+    cases = [(fmt, *shape) for fmt in ("mxfp8", "fp8") for shape in shapes]
+    for case in cases:
+        tests.test_few_rows_of_frozen_weights_are_those_of_many(*case, torch.bfloat16)
+    return len(cases)
+
+
 def moe() -> int:
     """Routed rows, as their tests call them."""
     import test_sm90_moe as tests
@@ -402,6 +414,7 @@ PARTS = {
     "blockwise": blockwise,
     "decode": decode,
     "frozen": frozen,
+    "invariant": invariant,
     "moe": moe,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
