@@ -40,11 +40,10 @@ __device__ __forceinline__ void write_two(const DecodeOut& out, int64_t row, int
   if (both) store_number(out.out, i + 1, out.dtype, b);
 }
 
-// Sums of a warp: of lane 4g + t rows g and g + 8 of its 16 of weights, rows 8j + 2t and
-// 8j + 2t + 1 of x.
-template <class Math>
-struct RowsSums {
-  static constexpr int kFloats = Math::kFloats;
+// Sums of a lane, which warpgroups hand on in shared memory.
+template <int kCount>
+struct PassedSums {
+  static constexpr int kFloats = kCount;
   float v[kFloats] = {};
 
   // From the warpgroup before, and to the next one.
@@ -63,6 +62,15 @@ struct RowsSums {
                             {__float_as_uint(v[i]), __float_as_uint(v[i + 1]),
                              __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3])});
   }
+};
+
+// Sums of a warp: of lane 4g + t rows g and g + 8 of its 16 of weights, rows 8j + 2t and
+// 8j + 2t + 1 of x.
+template <class Math>
+struct RowsSums : PassedSums<Math::kFloats> {
+  using PassedSums<Math::kFloats>::kFloats;
+  using PassedSums<Math::kFloats>::v;
+
   // Scales of the lane's rows of x, in order, which lie at a shared address.
   struct OfX {
     float v[Math::kX / 4];

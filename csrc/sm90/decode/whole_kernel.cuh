@@ -169,10 +169,7 @@ struct WholePlace {
 
 // Sums of a warpgroup: of lane 4g + t of warp w rows 16w + g and 16w + g + 8 of x, rows 8j + 2t and
 // 8j + 2t + 1 of its weights.
-struct WholeSums {
-  static constexpr int kFloats = kWholeCols / 2;
-  float v[kFloats] = {};
-
+struct WholeSums : PassedSums<kWholeCols / 2> {
   // Scales of a lane's rows of weights, of a quad; the factor of all of them.
   template <bool kFactors>
   struct OfWeights {
@@ -225,22 +222,6 @@ struct WholeSums {
       const float of_x = x[i / 2 % 2];
       const int e = static_cast<int>(__float_as_uint(of_x) >> 23) + static_cast<int>(word & 255);
       v[i] = far ? add_far(v[i], d[i], e) : fmaf(d[i], scale_of(word, 0) * of_x, v[i]);
-    }
-  }
-  // To the warpgroup that has the next run, and from the one before: as in rows_sums.cuh.
-  __device__ __forceinline__ void store(uint32_t at) const {
-#pragma unroll
-    for (int i = 0; i < kFloats; i += 4)
-      tile::st_shared_u32x4(at + i / 4 * (kRowsMath * 16),
-                            {__float_as_uint(v[i]), __float_as_uint(v[i + 1]),
-                             __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3])});
-  }
-  __device__ __forceinline__ void load(uint32_t at) {
-#pragma unroll
-    for (int i = 0; i < kFloats; i += 4) {
-      const uint4 w = tile::load_shared16(at + i / 4 * (kRowsMath * 16));
-      v[i] = __uint_as_float(w.x), v[i + 1] = __uint_as_float(w.y);
-      v[i + 2] = __uint_as_float(w.z), v[i + 3] = __uint_as_float(w.w);
     }
   }
   __device__ __forceinline__ void write(const DecodeOut& out, int count, int n0, int n_end, int row,
