@@ -34,11 +34,7 @@ Status run(DealtParams p, const DecodeTask& t) {
 
 // NOTE: measured on an NVIDIA H200, 2026-11-29: of more rows products are too many bytes to send.
 Status run_dealt(const DecodeTask& t, bool factors, int sms) {
-  DealtParams p;
-  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
-  p.x.quads = static_cast<int>(decode_quads(t.k)), p.x.factors = factors, p.x.spread = 255;
-  p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
-  p.n = static_cast<int>(t.n), p.out = t.p.out;
+  auto p = params_of<DealtParams>(t, factors);
   p.cluster = num_splits({SplitKind::wide, t.n, t.k, sms});
   if (t.rows.groups.count > 0 || p.x.quads > kDealtMostQuads ||
       reinterpret_cast<uintptr_t>(p.words) % 16 != 0 || p.x.m > 8 || !p.x.in.plain(p.x.k))

@@ -57,13 +57,8 @@ Status run_rows(const DecodeTask& t, bool factors, int sms) {
   const bool gelu = out.act == Act::gelu || out.act == Act::gelu_erf;
   // NOTE: other activations are those of results that were rounded before.
   if (out.activates && (!gelu || t.n % 2 != 0)) return Status::unsupported;
-  RingParams p;
-  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
-  p.x.spread = 255;  // whatever lies further below becomes zeros
-  p.x.quads = static_cast<int>(decode_quads(t.k)), p.x.factors = factors;
-  p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
+  auto p = params_of<RingParams>(t, factors);
   p.words_matrix = t.p.w_scales.matrix;
-  p.n = static_cast<int>(t.n), p.out = t.p.out;
   const int tiles = (p.n + kRowsWeights - 1) / kRowsWeights, m = p.x.m;
   if (t.rows.groups.count > 0) {
     return wide_rows(m, t.rows.groups.count) == 16 ? run<More>(p, t, false)

@@ -40,12 +40,7 @@ Status run(TilesParams p, const DecodeTask& t) {
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
 Status run_tiles(const DecodeTask& t, int spread, int sms) {
-  TilesParams p;
-  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k),
-  p.x.spread = spread;
-  p.x.quads = static_cast<int>(decode_quads(t.k));
-  p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
-  p.n = static_cast<int>(t.n), p.out = t.p.out;
+  auto p = params_of<TilesParams>(t, false, spread);
   p.cluster = num_splits({SplitKind::wide, t.n, t.k, sms});
   p.parts = shares_of(p.x.quads, p.cluster);
   if (p.x.in.plain(p.x.k)) {

@@ -36,11 +36,7 @@ Status run(WholeParams p, const DecodeTask& t, int bytes) {
 // NOTE: measured on an NVIDIA H200, 2026-11-29. Up to 32 rows ring_kernel is faster, and where 32
 // rows of weights a CTA would leave half of the chip idle.
 Status run_whole(const DecodeTask& t, bool factors, int sms) {
-  WholeParams p;
-  p.x.in = t.p.in, p.x.rows_of = t.rows, p.x.m = t.rows.m, p.x.k = static_cast<int>(t.k);
-  p.x.quads = static_cast<int>(decode_quads(t.k)), p.x.factors = factors, p.x.spread = 255;
-  p.words = t.p.w_scales.from, p.words_quad = t.p.w_scales.quad;
-  p.n = static_cast<int>(t.n), p.out = t.p.out;
+  auto p = params_of<WholeParams>(t, factors);
   const int ctas = (p.n + kWholeCols - 1) / kWholeCols;
   if (t.rows.groups.count > 0 || p.x.m <= kWholeA / 2 || p.x.m > kWholeA || 2 * ctas <= sms ||
       reinterpret_cast<uintptr_t>(p.words) % 16 != 0)
