@@ -441,8 +441,7 @@ class Plan(LayerPlan):
         first, second = weights
         status = self.sequence.run(
             binding.stream(self.device.index), work, columns, others, y, z,
-            *((x, p.first.k) if x.is_contiguous() else _rows(x, p.first.k)),
-            norm_weight, norm_bias, *_weight_at(*first),
+            *_rows(x, p.first.k), norm_weight, norm_bias, *_weight_at(*first),
             *(_NO_WEIGHT if p.second is None else _weight_at(*second)),
             None if b1 is None else b1.contiguous(), None if b2 is None else b2.contiguous(),
         )  # fmt: skip
@@ -469,7 +468,7 @@ class Plan(LayerPlan):
         if back is None:
             return None
         sequence, nbytes, outputs, views = back
-        g, g_stride = (g, self.n) if g.is_contiguous() else _rows(g, self.n)
+        g, g_stride = _rows(g, self.n)
         for i, size, dtype in outputs:
             to[i] = make(*size, dtype=dtype)
         dweight, dw1, dw2, db1, db2, dbias = to
@@ -480,8 +479,7 @@ class Plan(LayerPlan):
         w1, beside1, w2, beside2 = weights
         status = sequence.run(
             binding.stream(self.device.index), work, *kept, g, g_stride,
-            *((x, p.first.k) if x is None or x.is_contiguous() else _rows(x, p.first.k)),
-            norm_weight,
+            *((None, 0) if x is None else _rows(x, p.first.k)), norm_weight,
             seeds[0] if seeds else None, seeds[-1] if seeds else None,
             *_weight_at(w1, beside1),
             *(_NO_WEIGHT if p.second is None else _weight_at(w2, beside2)),
@@ -549,6 +547,8 @@ def _lies(buffer: Any) -> bool:
 
 def _rows(x: Tensor, k: int) -> tuple[Tensor, int]:
     """A matrix of the rows of x [..., k], and how far apart they are."""
+    if x.is_contiguous():
+        return x, k
     x_MK = x if x.dim() == 2 else x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     return x_MK, x_MK.stride(0)
