@@ -20,14 +20,15 @@ Status run(DealtParams p, const DecodeTask& t) {
   while (p.stages > 3 && bytes() > kWideSmem) --p.stages;
   while (p.slots > 2 && bytes() > kWideSmem) --p.slots;
   if (bytes() > kWideSmem) return Status::unsupported;
-  CUtensorMap map;
-  if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
-                                   t.w.row_bytes, t.w.ld, kWideRows, kDecodeQuad))
+  mxtile::sm90::TensorMaps maps;
+  if (!mxtile::sm90::tensor_maps_2d(maps, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
+                                    t.w.row_bytes, t.w.ld, kWideRows))
     return Status::unsupported;
   const dim3 grid((p.n + kWideRows - 1) / kWideRows * p.blocks * p.cluster);
   const auto threads = static_cast<unsigned>(kDealtMath + 32 + 32 * p.adders);
   const int smem = std::max(bytes(), kDecodeLeastSmem);
-  return launch_early(dealt_kernel<Math>, {grid, threads, t.stream, smem, p.cluster}, map, p);
+  return launch_early(dealt_kernel<Math>, {grid, threads, t.stream, smem, p.cluster}, maps.whole,
+                      maps.end, p);
 }
 
 }  // namespace

@@ -201,11 +201,17 @@ template <class Math>
 struct DealtProducer {
   const DealtPlace<Math>& at;
   const CUtensorMap* map;
+  int rows;  // of weights, that there are: others are not asked for (TensorMaps)
 
+  __device__ __forceinline__ DealtProducer(const DealtPlace<Math>& at, const CUtensorMap& whole,
+                                           const CUtensorMap& end)
+      : at(at), rows(min(kWideRows, at.p.n - at.tile_n * kWideRows)) {
+    map = rows == kWideRows ? &whole : &end;
+  }
   __device__ __forceinline__ void ask_weights(int quad, int s) const {
     const uint32_t bar = at.full + 8 * s;
     const int words = at.p.x.factors ? 16 : kWideWords;
-    tile::mbar_arrive_expect(bar, kDealtWeights + words);
+    tile::mbar_arrive_expect(bar, rows * kDecodeQuad + words);
     tile::tma_load(at.stage(s), map, bar, quad * kDecodeQuad, at.tile_n * kWideRows);
     tile::bulk_load(at.beside(s), at.tile_words(quad), words, bar);
   }
@@ -375,7 +381,8 @@ __device__ __forceinline__ void add_rounds(const DealtPlace<Math>& at,
 
 template <class Math>
 __global__ void __launch_bounds__(Math::kThreads, 2)
-    dealt_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ DealtParams p) {
+    dealt_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap end,
+                 const __grid_constant__ DealtParams p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kFloats = Math::kFloats;
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
@@ -392,7 +399,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   const int threads = kDealtMath + 32 + 32 * p.adders;
   const int ahead = min(p.stages, DealtUnits<Math>::of_cta(at, p.x.quads));
   if (warp == kDealtProducer) {
-    const DealtProducer<Math> producer{at, &map};
+    const DealtProducer<Math> producer(at, map, end);
     const bool asks = tile::elect_one();
     if (asks) producer.ask_first(ahead);
     __syncwarp();

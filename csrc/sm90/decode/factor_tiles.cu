@@ -11,15 +11,16 @@ Status run(FactorTilesParams p, const DecodeTask& t, int cluster) {
   p.blocks = (p.m + Math::kCols - 1) / Math::kCols;
   const FactorRoom room = Math::room(cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0));
   p.stages = room.stages, p.sums_at = room.sums_at;
-  CUtensorMap map;
-  if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
-                                   t.w.row_bytes, t.w.ld, kFactorTile))
+  mxtile::sm90::TensorMaps maps;
+  if (!mxtile::sm90::tensor_maps_2d(maps, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
+                                    t.w.row_bytes, t.w.ld, kFactorTile))
     return Status::unsupported;
   const auto kernel = &factor_tiles<Math>;
   const int tiles = (p.n + kFactorTile - 1) / kFactorTile;
   const dim3 grid(static_cast<unsigned>(tiles * p.blocks * cluster));
   const int smem = std::max(room.bytes, Math::kLeastSmem);
-  return launch_early(kernel, {grid, kFactorThreads, t.stream, smem, cluster}, map, p);
+  return launch_early(kernel, {grid, kFactorThreads, t.stream, smem, cluster}, maps.whole, maps.end,
+                      p);
 }
 
 }  // namespace

@@ -117,12 +117,16 @@ struct FactorPlace {
     if (p.cluster > 1) tile::mbar_arrive_expect(sums_bar(), mine() * p.cluster * 512);
   }
   // Asks for quad i of the CTA, to stage s, by one thread.
-  __device__ __forceinline__ void ask_weights(const CUtensorMap* map, int i, int s) const {
+  // NOTE: rows of weights that are not there are not asked for (TensorMaps).
+  __device__ __forceinline__ void ask_weights(const CUtensorMap& map, const CUtensorMap& end, int i,
+                                              int s) const {
     const uint32_t bar = full + 8 * s;
     const int q = first + i, bytes = p.factor_rows ? kFactorTile * 4 : 16;
+    const int rows = min(kFactorTile, p.n - tile_n * kFactorTile);
     tile::mbar_arrive_expect(
-        bar, kFactorWeights + bytes + pieces() * kDecodeMostRows * (kDecodeQuad + 4));
-    tile::tma_load(w(s), map, bar, q * kDecodeQuad, tile_n * kFactorTile);
+        bar, rows * kDecodeQuad + bytes + pieces() * kDecodeMostRows * (kDecodeQuad + 4));
+    tile::tma_load(w(s), rows == kFactorTile ? &map : &end, bar, q * kDecodeQuad,
+                   tile_n * kFactorTile);
     // NOTE: of tiles four at a time, as copies start at whole 16 bytes.
     const int at = p.factor_rows ? tile_n * kFactorTile : tile_n & ~3;
     tile::bulk_load(factors(s), p.factors + q * p.factors_quad + at * 4, bytes, bar);
@@ -141,9 +145,9 @@ struct FactorPlace {
       from += p.quads;
     }
   }
-  __device__ __forceinline__ void ask_all(const CUtensorMap* map) const {
+  __device__ __forceinline__ void ask_all(const CUtensorMap& map, const CUtensorMap& end) const {
     ask_stages(
-        p.stages, length, empty, [&](int i, int s) { ask_weights(map, i, s); },
+        p.stages, length, empty, [&](int i, int s) { ask_weights(map, end, i, s); },
         [] { tile::await_predecessors(); }, [&](int i, int s) { ask_x(i, s); });
   }
   __device__ __forceinline__ void all_may_send() const {
@@ -190,7 +194,7 @@ struct FactorSums {
 
 template <class Math>
 __global__ void __launch_bounds__(kFactorThreads, 1)
-    factor_tiles(const __grid_constant__ CUtensorMap map,
+    factor_tiles(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap end,
                  const __grid_constant__ FactorTilesParams p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
@@ -204,7 +208,7 @@ __global__ void __launch_bounds__(kFactorThreads, 1)
 
   constexpr int kMath = 1;  // named barrier
   if (warp == kFactorMath / 32) {
-    if (tile::elect_one()) at.ask_all(&map);
+    if (tile::elect_one()) at.ask_all(map, end);
     __syncwarp();
     at.all_may_send();
     return;

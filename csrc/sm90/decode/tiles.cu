@@ -18,9 +18,9 @@ Status run(TilesParams p, const DecodeTask& t) {
   const auto bytes = [&] { return tiles_room<Math>(p.stages, p.cluster, longest).bytes; };
   while (p.stages > 0 && bytes() > kWideSmem) --p.stages;
   if (p.stages < 2) return Status::unsupported;
-  CUtensorMap map;
-  if (!mxtile::sm90::tensor_map_2d(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
-                                   t.w.row_bytes, t.w.ld, kTilesRows, kDecodeQuad))
+  mxtile::sm90::TensorMaps maps;
+  if (!mxtile::sm90::tensor_maps_2d(maps, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, t.w.from, t.w.rows,
+                                    t.w.row_bytes, t.w.ld, kTilesRows))
     return Status::unsupported;
   if constexpr (!Math::kMakesX) {
     p.x.made = static_cast<uint8_t*>(t.workspace);
@@ -33,7 +33,7 @@ Status run(TilesParams p, const DecodeTask& t) {
   const int tiles = (p.n + kTilesRows - 1) / kTilesRows, ctas = Math::kPeers * p.cluster;
   const dim3 grid((tiles + Math::kPeers - 1) / Math::kPeers * p.blocks * ctas);
   const int smem = std::max(bytes(), kDecodeLeastSmem);
-  return launch_early(kernel, {grid, kTilesThreads, t.stream, smem, ctas}, map, p);
+  return launch_early(kernel, {grid, kTilesThreads, t.stream, smem, ctas}, maps.whole, maps.end, p);
 }
 
 }  // namespace

@@ -27,12 +27,18 @@ template <class Math>
 struct TilesProducer {
   const TilesPlace<Math>& at;
   const CUtensorMap* map;
+  int rows;  // of weights, that there are: others are not asked for (TensorMaps)
 
+  __device__ __forceinline__ TilesProducer(const TilesPlace<Math>& at, const CUtensorMap& whole,
+                                           const CUtensorMap& end)
+      : at(at), rows(max(min(kTilesRows, at.p.n - at.tile_n * kTilesRows), 0)) {
+    map = rows == kTilesRows ? &whole : &end;
+  }
   // Weights of the CTA's quad i to stage s.
   __device__ __forceinline__ void ask_weights(int i, int s, uint32_t bar) const {
     const int q = at.first + i;
-    tile::mbar_arrive_expect(bar, Math::kStage + Math::kBeside);
-    tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.tile_n * kTilesRows);
+    tile::mbar_arrive_expect(bar, Math::kStage + Math::kBeside - (kTilesRows - rows) * kDecodeQuad);
+    if (rows > 0) tile::tma_load(at.stage(s), map, bar, q * kDecodeQuad, at.tile_n * kTilesRows);
     tile::bulk_load(at.beside(s), at.p.words + q * at.p.words_quad + at.tile_n * kTilesWords,
                     kTilesWords, bar);
   }
@@ -175,7 +181,8 @@ __device__ __forceinline__ void send_tiles(const TilesPlace<Math>& at, const Til
 
 template <class Math>
 __global__ void __launch_bounds__(kTilesThreads, 2)
-    tiles_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ TilesParams p) {
+    tiles_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap end,
+                 const __grid_constant__ TilesParams p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
@@ -195,7 +202,7 @@ __global__ void __launch_bounds__(kTilesThreads, 2)
 
   constexpr int kPassesKnown = 1, kMath = 2;  // named barriers
   if (warp == kTilesMath / 32) {
-    const TilesProducer<Math> producer{at, &map};
+    const TilesProducer<Math> producer(at, map, end);
     const bool asks = tile::elect_one();
     if (asks) producer.ask_all();
     __syncwarp();

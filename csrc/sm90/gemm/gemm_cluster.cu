@@ -29,15 +29,16 @@ Status launch_as(const GemmArgs& a, const Device& device) {
   p.epilogue.m = static_cast<int>(m), p.epilogue.n = static_cast<int>(n);
   const int64_t blocks = int64_t{p.m_blocks} * p.n_blocks;
   if (blocks * parts > INT32_MAX) return Status::unsupported;
-  CUtensorMap lhs, rhs;
+  p.lhs_rows = static_cast<int>(m), p.rhs_rows = static_cast<int>(n);
+  mxtile::sm90::TensorMaps lhs, rhs;
   constexpr CUtensorMapDataType kCodes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  using mxtile::sm90::tensor_map_2d;
-  if (!tensor_map_2d(lhs, kCodes, 1, a.lhs.codes, m, a.lhs.k, packed_ld(a.lhs.k), 128) ||
-      !tensor_map_2d(rhs, kCodes, 1, a.rhs.codes, n, a.lhs.k, packed_ld(a.lhs.k), 128))
+  using mxtile::sm90::tensor_maps_2d;
+  if (!tensor_maps_2d(lhs, kCodes, 1, a.lhs.codes, m, a.lhs.k, packed_ld(a.lhs.k), 128) ||
+      !tensor_maps_2d(rhs, kCodes, 1, a.rhs.codes, n, a.lhs.k, packed_ld(a.lhs.k), 128))
     return Status::unsupported;
   const dim3 grid(static_cast<unsigned>(blocks * parts));
   return launch_early(kernel, {grid, Config::kThreads, a.execution.stream, Config::kSmem, parts}, p,
-                      lhs, rhs);
+                      lhs.whole, lhs.end, rhs.whole, rhs.end);
 }
 
 }  // namespace

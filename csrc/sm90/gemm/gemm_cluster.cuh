@@ -61,14 +61,17 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kStartThreads, 1)
     gemm_cluster_kernel(const __grid_constant__ ClusterParams p,
                         const __grid_constant__ CUtensorMap lhs_map,
-                        const __grid_constant__ CUtensorMap rhs_map) {
+                        const __grid_constant__ CUtensorMap lhs_end,
+                        const __grid_constant__ CUtensorMap rhs_map,
+                        const __grid_constant__ CUtensorMap rhs_end) {
   extern __shared__ __align__(1024) char raw[];
   const Smem<Config> smem(raw);
+  const CodeMaps maps{lhs_map, lhs_end, rhs_map, rhs_end};
   // The 128-byte swizzle counts from there.
   if (tile::smem_addr(raw) % 1024 != 0) __trap();
   if (threadIdx.x == 0) {
-    tile::tma_prefetch(&lhs_map);
-    tile::tma_prefetch(&rhs_map);
+    tile::tma_prefetch(&lhs_map), tile::tma_prefetch(&lhs_end);
+    tile::tma_prefetch(&rhs_map), tile::tma_prefetch(&rhs_end);
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath);
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(Config::kStartThreads, 1)
   }
   __syncthreads();
   tile::let_dependents_start();
-  const int ahead = threadIdx.x < 32 ? produce_rhs<Config>(p, rhs_map, smem, 0) : 0;
+  const int ahead = threadIdx.x < 32 ? produce_rhs<Config>(p, maps, smem, 0) : 0;
   // NOTE: nothing that another kernel writes is read, and nothing written, before this.
   tile::await_predecessors();
   // All wait for the sums of the cluster, and for those who still read them: a CTA must not leave
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(Config::kStartThreads, 1)
     tile::registers_down<40>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      produce<Config>(p, lhs_map, rhs_map, smem, 0, ahead);
+      produce<Config>(p, maps, smem, 0, ahead);
     } else if (warp == 1) {
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     }

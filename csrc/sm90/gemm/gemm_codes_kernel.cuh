@@ -77,6 +77,7 @@ __device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtens
 // The same of lhs, whose tiles go to the stages themselves.
 template <class Config>
 __device__ __forceinline__ void ask_for_tiles(const CodesParams& p, const CUtensorMap& lhs_map,
+                                              const CUtensorMap& lhs_end,
                                               const Smem<Config>& smem) {
   ask_for_steps<Config::kStages>(
       p, [] { tile::await_predecessors(); }, [&](int s) { return smem.empty(s); },
@@ -86,8 +87,10 @@ __device__ __forceinline__ void ask_for_tiles(const CodesParams& p, const CUtens
         tile::mbar_arrive_expect(smem.full(s), Config::kLhsScaleBytes);
         tile::bulk_load(tile::smem_addr(smem.scales(Role::lhs, s)), words, Config::kLhsScaleBytes,
                         tile::smem_addr(smem.full(s)));
-        tile::mbar_arrive_expect(smem.ready(s), Config::kLhsBytes);
-        tile::tma_load(smem.lhs(s), &lhs_map, smem.ready(s), step * 128, at.m0());
+        const int rows = min(128, p.lhs_rows - at.m0());
+        tile::mbar_arrive_expect(smem.ready(s), rows * 128);
+        tile::tma_load(smem.lhs(s), rows == 128 ? &lhs_map : &lhs_end, smem.ready(s), step * 128,
+                       at.m0());
       });
 }
 
@@ -228,6 +231,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     gemm_codes_kernel(const __grid_constant__ CodesParams p,
                       const __grid_constant__ CUtensorMap lhs_map,
+                      const __grid_constant__ CUtensorMap lhs_end,
                       const __grid_constant__ CUtensorMap rhs_map,
                       const __grid_constant__ CUtensorMap out_map) {
   extern __shared__ __align__(1024) char raw[];
@@ -236,7 +240,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (tile::smem_addr(raw) % 1024 != 0) __trap();
   constexpr int kUnpackers = kUnpackWarps * kWarpArrivals;
   if (threadIdx.x == 0) {
-    tile::tma_prefetch(&lhs_map);
+    tile::tma_prefetch(&lhs_map), tile::tma_prefetch(&lhs_end);
     tile::tma_prefetch(&rhs_map);
     if (!Config::kKeepsSums && !p.epilogue.direct) tile::tma_prefetch(&out_map);
     for (int s = 0; s < Config::kStages; ++s) {
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     } else if (warp == 2) {
-      ask_for_tiles<Config>(p, lhs_map, smem);
+      ask_for_tiles<Config>(p, lhs_map, lhs_end, smem);
     } else {
       read_scales<Config>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }

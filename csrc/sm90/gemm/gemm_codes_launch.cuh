@@ -31,11 +31,13 @@ Status launch_codes_as(const GemmArgs& a, bool lhs_comes, const Device& device) 
   p.m_blocks = static_cast<int>((m + 127) / 128), p.n_blocks = static_cast<int>((n + 127) / 128);
   p.walk_in_groups_of(group_size(clusters, 128, 128));
   p.k = parts_of_k(p.k_steps, parts), p.rhs = plain_scales(a.rhs), p.lhs_comes = lhs_comes;
-  CUtensorMap lhs, rhs, out{};
-  using mxtile::sm90::tensor_map_2d;
-  constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  p.lhs_rows = static_cast<int>(m), p.rhs_rows = static_cast<int>(n);
+  mxtile::sm90::TensorMaps lhs;
+  CUtensorMap rhs, out{};
+  using mxtile::sm90::tensor_map_2d, mxtile::sm90::tensor_maps_2d;
   const int64_t k = a.lhs.k, ld = row_bytes(k, true);
-  if (!tensor_map_2d(lhs, kBytes, 1, a.lhs.codes, m, k, packed_ld(k), 128) ||
+  constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (!tensor_maps_2d(lhs, kBytes, 1, a.lhs.codes, m, k, packed_ld(k), 128) ||
       !tensor_map_2d(rhs, kBytes, 1, a.rhs.codes, n, ld, ld, 128, kRawRowBytes))
     return Status::unsupported;
   const int64_t blocks = int64_t{p.m_blocks} * p.n_blocks;
@@ -54,7 +56,7 @@ Status launch_codes_as(const GemmArgs& a, bool lhs_comes, const Device& device) 
   if (at_once * parts > INT32_MAX) return Status::unsupported;
   const Launch at{static_cast<unsigned>(at_once * parts), Config::kThreads, a.execution.stream,
                   Smem<Config>::kBytes, parts};
-  return launch_early(kernel, at, p, lhs, rhs, out);
+  return launch_early(kernel, at, p, lhs.whole, lhs.end, rhs, out);
 }
 
 // Bias and accumulation of K in one piece go through the copy engine, block after block. Whatever

@@ -42,7 +42,6 @@ struct GemmConfig : Shape {
   static constexpr int kRhsBytes = Operands::template kRhsBytes<kN>;
   static constexpr int kLhsScaleBytes = kLhsTiles * Promotion::kLhsTileBytes;
   static constexpr int kScaleBytes = kLhsScaleBytes + Promotion::kRhsTileBytes;
-  static constexpr int kCodeBytes = Operands::template kArrive<kM, kN>;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes + kScaleBytes;
   // Of a stage: what the promotion prepares against each lhs tile, and the modes.
   static constexpr int kColumnBytes =

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "gemm/gemm_config.cuh"
+#include "gemm/gemm_operands.cuh"
 #include "gemm/gemm_scheduler.cuh"
 #include "gemm/gemm_step.cuh"
 #include "mxtile/sm90/barrier.cuh"
@@ -29,7 +30,7 @@ namespace te_mx::sm90 {
 // For a warp, of which one lane asks: rhs of the stages that a CTA begins with, as many as are
 // returned. Of an rhs that stands, before the kernels that write lhs have ended.
 template <class Config, class Params>
-__device__ __forceinline__ int produce_rhs(const Params& p, const CUtensorMap& rhs_map,
+__device__ __forceinline__ int produce_rhs(const Params& p, const CodeMaps& maps,
                                            const Smem<Config>& smem, int rank) {
   using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
@@ -40,6 +41,7 @@ __device__ __forceinline__ int produce_rhs(const Params& p, const CUtensorMap& r
     TileSources from;
     if (!p.rhs_stands || !schedule.next(from, smem, Ring<Config::kStages>{}, rank)) return 0;
     const int stages = min(from.k_steps, Config::kStages);
+    const typename Config::Operands::template Copies<Config> copies(p, maps, from, rank);
     if (tile::elect_one()) {
       const uint32_t* at = Promotion::rhs_scales(p.rhs_scales, from.rhs_tile);
 #pragma unroll 1
@@ -47,13 +49,13 @@ __device__ __forceinline__ int produce_rhs(const Params& p, const CUtensorMap& r
         const uint32_t full = tile::smem_addr(smem.full(s)), ready = tile::smem_addr(smem.ready(s));
         if constexpr (Promotion::kPrepares) {
           tile::mbar_arrive_expect(full, Config::kScaleBytes);
-          tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+          tile::mbar_arrive_expect(ready, copies.bytes);
         } else {
-          tile::mbar_arrive_expect(ready, Config::kScaleBytes + Config::kCodeBytes);
+          tile::mbar_arrive_expect(ready, Config::kScaleBytes + copies.bytes);
         }
         tile::bulk_load(tile::smem_addr(smem.scales(s)) + Config::kLhsScaleBytes, at,
                         Promotion::kRhsTileBytes, Promotion::kPrepares ? full : ready);
-        Config::Operands::load_rhs(tile::smem_addr(smem.rhs(s)), rhs_map, ready, from);
+        copies.load_rhs(tile::smem_addr(smem.rhs(s)), ready, from.k0, from.n_row);
         at += p.rhs_tiles * Promotion::kRhsTileWords;
       }
     }
@@ -66,9 +68,8 @@ __device__ __forceinline__ int produce_rhs(const Params& p, const CUtensorMap& r
 // the tensor cores wait. So addresses are worked out before, and the whole warp walks along: then
 // they stay in uniform registers. ahead: stages whose rhs was asked for.
 template <class Config, class Params>
-__device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
-                                        const CUtensorMap& rhs_map, const Smem<Config>& smem,
-                                        int rank, int ahead) {
+__device__ __forceinline__ void produce(const Params& p, const CodeMaps& maps,
+                                        const Smem<Config>& smem, int rank, int ahead) {
   using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
   constexpr int kTile = Promotion::kLhsTileBytes;
@@ -84,6 +85,7 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
   while (schedule.next(from, smem, ring, rank)) {
     const uint32_t* at = Promotion::lhs_scales(p.lhs_scales, from.lhs_tile);
     const uint32_t* rhs_at = Promotion::rhs_scales(p.rhs_scales, from.rhs_tile);
+    const typename Config::Operands::template Copies<Config> copies(p, maps, from, rank);
 #pragma unroll 1
     for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
       const uint32_t ready = full + Smem<Config>::kToReady;
@@ -95,7 +97,7 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
           if constexpr (Promotion::kPrepares) {
             tile::mbar_arrive_expect(full, Config::kScaleBytes);
           } else {
-            tile::mbar_arrive_expect(ready, Config::kScaleBytes + Config::kCodeBytes);
+            tile::mbar_arrive_expect(ready, Config::kScaleBytes + copies.bytes);
           }
         }
         if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kDynamic)) {
@@ -108,10 +110,10 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
         if (ahead <= 0) {
           tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, Promotion::kRhsTileBytes,
                           scales_there);
-          if constexpr (Promotion::kPrepares) tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+          if constexpr (Promotion::kPrepares) tile::mbar_arrive_expect(ready, copies.bytes);
         }
-        Config::Operands::template load_lhs<Config>(lhs, lhs_map, ready, from, rank);
-        if (ahead <= 0) Config::Operands::load_rhs(rhs, rhs_map, ready, from);
+        copies.load_lhs(lhs, ready, from.k0);
+        if (ahead <= 0) copies.load_rhs(rhs, ready, from.k0, from.n_row);
       }
       --ahead;
       at += p.lhs_tiles * Promotion::kLhsTileWords;
@@ -318,17 +320,20 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 template <class Config, EpilogueKind kEpilogue, class Params>
 __global__ void __launch_bounds__(Config::kStartThreads, 1)
     gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap lhs_map,
+                const __grid_constant__ CUtensorMap lhs_end,
                 const __grid_constant__ CUtensorMap rhs_map,
+                const __grid_constant__ CUtensorMap rhs_end,
                 const __grid_constant__ CUtensorMap out_map,
                 const __grid_constant__ CUtensorMap side_map) {
   extern __shared__ __align__(1024) char raw[];
   const Smem<Config> smem(raw);
+  const CodeMaps maps{lhs_map, lhs_end, rhs_map, rhs_end};
   // The 128-byte swizzle counts from there.
   if (tile::smem_addr(raw) % 1024 != 0) __trap();
   const int rank = Config::kCluster == 1 ? 0 : static_cast<int>(tile::cluster_rank());
   if (threadIdx.x == 0) {
-    tile::tma_prefetch(&lhs_map);
-    tile::tma_prefetch(&rhs_map);
+    tile::tma_prefetch(&lhs_map), tile::tma_prefetch(&lhs_end);
+    tile::tma_prefetch(&rhs_map), tile::tma_prefetch(&rhs_end);
     if (!p.epilogue.direct) tile::tma_prefetch(&out_map);
     if (p.epilogue.side != SideTensor::none) tile::tma_prefetch(&side_map);
     for (int s = 0; s < Config::kStages; ++s) {
@@ -349,14 +354,14 @@ __global__ void __launch_bounds__(Config::kStartThreads, 1)
     tile::cluster_sync();
   }
   tile::let_dependents_start();
-  const int ahead = threadIdx.x < 32 ? produce_rhs<Config>(p, rhs_map, smem, rank) : 0;
+  const int ahead = threadIdx.x < 32 ? produce_rhs<Config>(p, maps, smem, rank) : 0;
   // NOTE: nothing that another kernel writes is read, and nothing written, before this.
   tile::await_predecessors();
   if (threadIdx.x < 128) {
     tile::registers_down<Config::kMath == 3 ? 32 : 40>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      produce<Config>(p, lhs_map, rhs_map, smem, rank, ahead);
+      produce<Config>(p, maps, smem, rank, ahead);
     } else if (warp < 1 + Config::kLhsTiles) {
       if constexpr (Config::Promotion::kPrepares) {
         const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -90,18 +90,19 @@ inline EpilogueParams epilogue_params(const Epilogue& e, int64_t m, int64_t n, v
 // -------------------------------------------------------------------------------------- launch
 // What the copy engine is told of a call.
 struct Maps {
-  CUtensorMap lhs, rhs, out{}, side{};
+  mxtile::sm90::TensorMaps lhs, rhs;
+  CUtensorMap out{}, side{};
 
   // False for what the copy engine cannot describe.
   template <class Config>
   bool make(const GemmArgs& a, const EpilogueParams& e, const Arrays& arrays) {
-    using mxtile::sm90::tensor_map_2d;
     constexpr CUtensorMapDataType kCodes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    using mxtile::sm90::tensor_map_2d, mxtile::sm90::tensor_maps_2d;
     const int width = width_of(e.out_dtype);
-    return tensor_map_2d(lhs, kCodes, 1, a.lhs.codes, arrays.lhs_rows, arrays.k, arrays.lhs_ld,
-                         Config::kM / Config::kCluster) &&
-           tensor_map_2d(rhs, kCodes, 1, a.rhs.codes, arrays.rhs_rows, arrays.k, arrays.rhs_ld,
-                         Config::kN) &&
+    return tensor_maps_2d(lhs, kCodes, 1, a.lhs.codes, arrays.lhs_rows, arrays.k, arrays.lhs_ld,
+                          Config::kM / Config::kCluster) &&
+           tensor_maps_2d(rhs, kCodes, 1, a.rhs.codes, arrays.rhs_rows, arrays.k, arrays.rhs_ld,
+                          Config::kN) &&
            (e.direct || tensor_map_2d(out, map_type(e.out_dtype), width, e.out, e.m,
                                       arrays.out_columns, e.ldo * width, 64)) &&
            (e.side == SideTensor::none ||
@@ -112,12 +113,14 @@ struct Maps {
 
 // Starts a GEMM kernel on `blocks` blocks, of which `clusters` run at the same time.
 template <class Config, class Params>
-Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap),
+Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap,
+                            CUtensorMap),
              const Params& p, const Maps& maps, int64_t blocks, int clusters, void* stream) {
   const dim3 grid(
       static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
   return launch_early(kernel, {grid, Config::kThreads, stream, Config::kSmem, Config::kCluster}, p,
-                      maps.lhs, maps.rhs, maps.out, maps.side);
+                      maps.lhs.whole, maps.lhs.end, maps.rhs.whole, maps.rhs.end, maps.out,
+                      maps.side);
 }
 
 template <class Config, EpilogueKind kEpilogue, class Kind>
@@ -143,6 +146,11 @@ Status launch(const Kind& kind, const Device& device) {
   p.n_blocks = static_cast<int>((n + kN - 1) / kN);
   p.walk_in_groups_of(group_size(clusters, Config::kM, kN));
   const Arrays arrays = kind.fill(p);
+  // NOTE: sums of columns count rows past the end, which are zeros where boxes are whole; and those
+  // of a group are other groups'.
+  constexpr bool kGroups = Params::kSchedule == ScheduleKind::groups;
+  p.lhs_rows = kGroups || p.epilogue.bias_grad != nullptr ? Params::kAllRows : static_cast<int>(m);
+  p.rhs_rows = kGroups ? Params::kAllRows : static_cast<int>(n);
   Maps maps;
   if (!maps.template make<Config>(a, p.epilogue, arrays)) return Status::unsupported;
   return start<Config>(kernel, p, maps, kind.template blocks<Config>(p), clusters,

@@ -56,11 +56,13 @@ template <class Params, int kM = 128, int kCluster = 1>
 class Scheduler;
 
 struct GemmParams {
+  static constexpr int kAllRows = 1 << 30;
   static constexpr ScheduleKind kSchedule = ScheduleKind::whole;
   const uint32_t* lhs_scales;
   const uint32_t* rhs_scales;
   int lhs_tiles, rhs_tiles;  // scale tiles of one step along K
   int k_steps;               // ceil(K / 128)
+  int lhs_rows, rhs_rows;    // of codes, or kAllRows: boxes are asked for as a whole
   bool rhs_stands;           // nobody writes it: it is read while the kernels before still run
   int m_blocks, n_blocks;    // of what a cluster computes at once
   int group;                 // blocks along M that are walked together

@@ -93,7 +93,7 @@ SplitProblem problem_of(const Nvfp4Args& a, int64_t block, int64_t tile) {
 
 // What both kernels are told, and x.
 template <class Math>
-bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) {
+bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, mxtile::sm90::TensorMaps& x) {
   p.w = a.w, p.w_scales = a.w_scales, p.scale = a.scale, p.scale_rows = a.scale_rows, p.mx = a.mx;
   p.n = static_cast<int>(a.n);
   p.k = static_cast<int>(a.k);
@@ -121,23 +121,26 @@ bool tell(const Nvfp4Args& a, Nvfp4Params& p, DecodeRows& rows, CUtensorMap& x) 
   const auto type =
       Math::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const int64_t x_rows = (a.m + a.each - 1) / a.each;
-  return mxtile::sm90::tensor_map_2d(x, type, 2, a.x, x_rows, a.k, a.ldx * 2, Math::kCols);
+  const bool alone = a.experts != nullptr;  // each row meets weights of its own
+  p.x_box = alone ? 1 : static_cast<int>(std::min<int64_t>(Math::kCols, x_rows));
+  p.x_rows = alone || a.groups.count > 0 ? INT32_MAX : static_cast<int>(x_rows);
+  return mxtile::sm90::tensor_maps_2d(x, type, 2, a.x, x_rows, a.k, a.ldx * 2, p.x_box);
 }
 
 template <class Math, class Kernel>
-Status start(const Nvfp4Args& a, Kernel kernel, int64_t clusters, int bytes, const CUtensorMap& x,
-             const Nvfp4Params& p, const DecodeRows& rows) {
+Status start(const Nvfp4Args& a, Kernel kernel, int64_t clusters, int bytes,
+             const mxtile::sm90::TensorMaps& x, const Nvfp4Params& p, const DecodeRows& rows) {
   if (clusters * p.cluster > INT32_MAX) return Status::unsupported;
   const dim3 grid(static_cast<unsigned>(clusters * p.cluster));
-  return launch_early(kernel, {grid, Math::kThreads, a.execution.stream, bytes, p.cluster}, x, p,
-                      rows);
+  return launch_early(kernel, {grid, Math::kThreads, a.execution.stream, bytes, p.cluster}, x.whole,
+                      x.end, p, rows);
 }
 
 template <class Math>
 Status run(const Nvfp4Args& a) {
   Nvfp4Params p;
   DecodeRows rows;
-  CUtensorMap x{};
+  mxtile::sm90::TensorMaps x{};
   if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
   // Groups take many turns of all CTAs, and a third one on an SM fills what two of them wait for.
   constexpr bool kSmall = Math::kCols <= 16 && !Math::kHalf && !Math::kMakes;
@@ -157,7 +160,7 @@ template <class Math>
 Status run_many(const Nvfp4Args& a) {
   Nvfp4Params p;
   DecodeRows rows;
-  CUtensorMap x{};
+  mxtile::sm90::TensorMaps x{};
   if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
   // Where 16 bits of out are all there is to write, in whole 16 bytes.
   p.lines = !a.activates && a.out_dtype != DType::f32 && a.ldo % 8 == 0 && a.n % 8 == 0 &&

@@ -29,6 +29,11 @@ namespace te_mx::sm90 {
 
 inline constexpr int kNvfp4MostStages = 12;
 
+// Boxes of x, and of its last rows.
+struct XMaps {
+  const CUtensorMap &whole, &end;
+};
+
 struct Nvfp4Params {
   const uint8_t* w = nullptr;  // codes
   const uint8_t* w_scales = nullptr;
@@ -40,6 +45,8 @@ struct Nvfp4Params {
   int cluster_factor = 0;             // quotient_factor(cluster)
   bool walks = false, lines = false;  // nvfp4_many.cuh
   int begin = 0, end = 0;             // likewise: of a launch, the tiles
+  // Rows of a box of x, and of x itself, or more where no box is of its last rows (TensorMaps).
+  int x_box = 0, x_rows = 0;
   // Rows by themselves, each with one of so many matrices, by its number (sm90_nvfp4.h).
   const int32_t* experts = nullptr;
   int matrices = 0;
@@ -123,7 +130,7 @@ struct Nvfp4Tile {
 template <class Math>
 struct Nvfp4Place {
   static constexpr int kCodes = 4 * kNvfp4Codes, kScales = 4 * kNvfp4Scales;  // of 64 rows
-  static constexpr int kInput = Math::kMakes ? 0 : Math::kX;                  // of a quad
+  static constexpr int kRow = Math::kMakes ? 0 : Math::kX / Math::kCols;      // of x and a quad
   const Nvfp4Params& p;
   uint8_t* smem;
   int rank, first, length;     // first, length: of its quads, of which a stage has kInStage
@@ -181,11 +188,15 @@ struct Nvfp4Place {
   __device__ __forceinline__ int quads_of(int i) const {
     return Math::kInStage == 1 ? 1 : min(Math::kInStage, length - i * Math::kInStage);
   }
-  __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int i, int s) const {
+  // With those of x from row0 on, which ask_x() asks for.
+  __device__ __forceinline__ int rows_from(int row0) const { return min(p.x_box, p.x_rows - row0); }
+  __device__ __forceinline__ void ask_weights(int matrix, int tile_n, int row0, int i,
+                                              int s) const {
     const uint32_t bar = full + 8 * s;
     const int group = tile_n * Math::kGroups, count = min(Math::kGroups, p.groups - group);
     const int quads = quads_of(i);
-    tile::mbar_arrive_expect(bar, quads * (kInput + count * (kCodes + scales())));
+    const int input = Math::kMakes ? 0 : rows_from(row0) * kRow;
+    tile::mbar_arrive_expect(bar, quads * (input + count * (kCodes + scales())));
     int64_t from = (int64_t{matrix} * p.groups + group) * p.quads + first + i * Math::kInStage;
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
@@ -197,10 +208,11 @@ struct Nvfp4Place {
       from += p.quads;
     }
   }
-  __device__ __forceinline__ void ask_x(const CUtensorMap* map, int row0, int i, int s) const {
+  __device__ __forceinline__ void ask_x(const XMaps& maps, int row0, int i, int s) const {
     static_assert(Math::kGroups == 1 || Math::kInStage == 1);
     if constexpr (!Math::kMakes) {
       const uint32_t bar = full + 8 * s;
+      const CUtensorMap* const map = rows_from(row0) == p.x_box ? &maps.whole : &maps.end;
       const int k = (first + i * Math::kInStage) * kNvfp4Quad, halves = 2 * quads_of(i);
 #pragma unroll
       for (int h = 0; h < 2 * Math::kInStage; ++h)
@@ -208,22 +220,21 @@ struct Nvfp4Place {
     }
   }
   // Asks for the weights of the first stages.
-  __device__ __forceinline__ void ask_first(int matrix, int tile_n) const {
-    for (int i = 0; i < min(stages(), steps()); ++i) ask_weights(matrix, tile_n, i, i);
+  __device__ __forceinline__ void ask_first(int matrix, int tile_n, int row0) const {
+    for (int i = 0; i < min(stages(), steps()); ++i) ask_weights(matrix, tile_n, row0, i, i);
   }
   // And for the rest. early: what wrote x is to be waited for.
-  __device__ __forceinline__ void ask_all(const CUtensorMap* map, const DecodeRows& rows,
-                                          int tile_n, bool early) const {
-    const int row0 = p.experts == nullptr ? rows.first : rows.first / p.places.each;
+  __device__ __forceinline__ void ask_all(const XMaps& maps, int matrix, int tile_n, int row0,
+                                          bool early) const {
     ask_stages(
         p.stages, steps(), empty,
         [&](int i, int s) {
-          if (i >= p.stages) ask_weights(rows.group, tile_n, i, s);
+          if (i >= p.stages) ask_weights(matrix, tile_n, row0, i, s);
         },
         [&] {
           if (!Math::kMakes && early) tile::await_predecessors();
         },
-        [&](int i, int s) { ask_x(map, row0, i, s); });
+        [&](int i, int s) { ask_x(maps, row0, i, s); });
   }
 };
 
@@ -357,8 +368,8 @@ __device__ __forceinline__ void finish_few(const Nvfp4Place<Math>& at, const Dec
 
 template <class Math>
 __global__ void __launch_bounds__(Math::kThreads, 2)
-    nvfp4_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Nvfp4Params p,
-                 const __grid_constant__ DecodeRows given) {
+    nvfp4_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap end,
+                 const __grid_constant__ Nvfp4Params p, const __grid_constant__ DecodeRows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
   // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
@@ -383,12 +394,13 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     return;
   }
   const Nvfp4Place<Math> at(p, smem);
+  const int row0 = p.experts == nullptr ? rows.first : rows.first / p.places.each;  // of x
   float whole = 0;
   if (warp == Math::kMath / 32) {
     at.start(at.mine() * p.cluster * Math::kParts);
     if (tile::elect_one()) {
-      if constexpr (!Math::kMakes) tile::tma_prefetch(&map);
-      at.ask_first(rows.group, tile_n);
+      if constexpr (!Math::kMakes) tile::tma_prefetch(&map), tile::tma_prefetch(&end);
+      at.ask_first(rows.group, tile_n, row0);
     }
     __syncwarp();
   } else {
@@ -401,7 +413,8 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
   tile::let_dependents_start();
 
   if (warp >= Math::kMath / 32) {
-    if (warp == Math::kMath / 32 && tile::elect_one()) at.ask_all(&map, rows, tile_n, early);
+    if (warp == Math::kMath / 32 && tile::elect_one())
+      at.ask_all({map, end}, rows.group, tile_n, row0, early);
     __syncwarp();
     if (p.cluster > 1) {
       if (at.over()) tile::cluster_arrive();

@@ -176,8 +176,8 @@ __device__ __forceinline__ void add_over_cluster(const Nvfp4Place<Math>& at, con
 
 template <class Math>
 __global__ void __launch_bounds__(Math::kThreads, 1)
-    nvfp4_many(const __grid_constant__ CUtensorMap map, const __grid_constant__ Nvfp4Params p,
-               const __grid_constant__ DecodeRows given) {
+    nvfp4_many(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap end,
+               const __grid_constant__ Nvfp4Params p, const __grid_constant__ DecodeRows given) {
   using Operand = typename Math::Operand;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
     return;
   }
   if (warp == Math::kMath / 32) {
-    if (lane == 0) tile::tma_prefetch(&map);
+    if (lane == 0) tile::tma_prefetch(&map), tile::tma_prefetch(&end);
     at.start(p.lines ? Math::pairs_of(at.rank, p.cluster) * (p.cluster - 1) * 2 * Math::kWarps
                      : at.mine() * p.cluster);
   }
@@ -209,12 +209,12 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
     const bool asks = warp == Math::kMath / 32 && tile::elect_one();
     const int ahead = min(Math::kStages, at.length);
     if (asks) {
-      for (int i = 0; i < ahead; ++i) at.ask_weights(own.group, own_tile.tile_n, i, i);
+      for (int i = 0; i < ahead; ++i) at.ask_weights(own.group, own_tile.tile_n, own.first, i, i);
       if (own.early()) tile::await_predecessors();
     }
     __syncwarp();
     if (asks) {
-      int s = 0, phase = 1, asked = 0;
+      int s = 0, phase = 1;
 #pragma unroll 1
       for (int index = begin; index < all; index += by) {
         const Nvfp4Tile<Math> t(p, index);
@@ -222,9 +222,8 @@ __global__ void __launch_bounds__(Math::kThreads, 1)
 #pragma unroll 1
         for (int i = 0; i < at.length; ++i) {
           tile::mbar_wait(at.empty + 8 * s, phase);
-          if (asked >= ahead) at.ask_weights(own.group, t.tile_n, i, s);
-          ++asked;
-          at.ask_x(&map, row0, i, s);
+          if (i >= ahead || index != begin) at.ask_weights(own.group, t.tile_n, row0, i, s);
+          at.ask_x({map, end}, row0, i, s);
           if (++s == Math::kStages) s = 0, phase ^= 1;
         }
         if (!p.walks) break;

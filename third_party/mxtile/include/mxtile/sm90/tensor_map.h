@@ -44,4 +44,22 @@ inline bool tensor_map_2d(CUtensorMap& map, CUtensorMapDataType type, int elemen
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Boxes of `whole`, and a box of the rows behind the last whole one, if there are: the copy engine
+// takes longer for rows that are not there than for those that are (NVIDIA H200, 128 rows of 128
+// bytes from L2: 111 ns, 600 ns where 4 to 32 of them are there, 111 ns for these alone).
+struct TensorMaps {
+  CUtensorMap whole, end;
+};
+inline bool tensor_maps_2d(TensorMaps& maps, CUtensorMapDataType type, int element_bytes,
+                           const void* base, int64_t outer, int64_t inner, int64_t pitch,
+                           int box_outer, int row_bytes = 128) {
+  const auto make = [&](CUtensorMap& map, int box) {
+    return tensor_map_2d(map, type, element_bytes, base, outer, inner, pitch, box, row_bytes);
+  };
+  if (!make(maps.whole, box_outer)) return false;
+  maps.end = maps.whole;
+  const int left = static_cast<int>(outer % box_outer);
+  return left == 0 || make(maps.end, left);
+}
+
 }  // namespace mxtile::sm90
