@@ -14,7 +14,7 @@ from te_mx._ops import quantize_2d
 from te_mx.backends.base import FLOAT_DTYPES, LAYOUTS
 from te_mx.backends.native import fields_of
 from te_mx.backends.reference import quantize as reference
-from te_mx.backends.sm90 import binding, grouped, nvfp4, nvfp4_grouped
+from te_mx.backends.sm90 import binding, gemm, grouped, nvfp4, nvfp4_grouped
 from te_mx.backends.sm90.layouts import SM90_NVFP4, SM90_VALUES
 from te_mx.backends.sm90.layouts.tiles import BY_ROWS
 from te_mx.backends.sm90.nvfp4 import (
@@ -182,6 +182,19 @@ def test_a_row_has_the_same_bits_beside_any_others(fmt, shape):
         all_rows = product(x, held, F32, fmt=of)
         for m in (1, 7, 8, 16, 30):
             assert torch.equal(product(x[64 - m :], held, F32, fmt=of), all_rows[64 - m :])
+
+
+@pytest.mark.parametrize("each", ["2.1", "3.4"])
+@pytest.mark.parametrize(("fmt", "of"), [("mxfp4", "mxfp8_e4m3"), ("mxfp4", ""), ("nvfp4", "")])
+def test_more_tiles_than_two_for_every_multiprocessor(fmt, of, each):
+    n, k = 64 * int(float(each) * gemm.multiprocessors(0)) + 8, 136
+    row = weight(n, k, 0, fmt)
+    held, w = Rest().rest(row), row.values(torch.float64)
+    x = torch.randn(16, k, device="cuda").to(BF16)
+    rows = product(x, held, F32, fmt=of)
+    check(rows, values(x, of), w)
+    for m in (1, 8):
+        assert torch.equal(product(x[16 - m :], held, F32, fmt=of), rows[16 - m :])
 
 
 BOUNDARIES = 383, 384, 385, 511, 512, 513, 640, 769, 1023, 1025

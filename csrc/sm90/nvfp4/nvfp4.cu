@@ -136,21 +136,38 @@ Status start(const Nvfp4Args& a, Kernel kernel, int64_t clusters, int bytes,
                       x.end, p, rows);
 }
 
+// CTAs of a product of few rows without groups.
+int64_t ctas_of(const Nvfp4Args& a, int cluster) {
+  return (a.n + kNvfp4Rows - 1) / kNvfp4Rows * cluster;
+}
+
+// How many of them share an SM. Groups take many turns of all CTAs, and a third one on an SM fills
+// what two of them wait for. So do more of one product than two an SM, of which four may leave less
+// of the last turn idle (NVIDIA H200, eleven sizes, 1 to 16 rows).
+template <class Math>
+int on_sm(const Nvfp4Args& a, int cluster) {
+  if (Math::kCols > 16 || Math::kHalf || Math::kMakes) return 2;
+  if (a.groups.count > 0) return 3;
+  const int64_t sms = current_device().sms, ctas = ctas_of(a, cluster);
+  if (ctas <= 2 * sms) return 2;
+  if (Math::kCols > 8) return 3;
+  const auto slots = [&](int64_t on) { return (ctas + on * sms - 1) / (on * sms) * on; };
+  return slots(4) <= std::min(slots(2), slots(3)) ? 4 : slots(3) <= slots(2) ? 3 : 2;
+}
+
 template <class Math>
 Status run(const Nvfp4Args& a) {
   Nvfp4Params p;
   DecodeRows rows;
   mxtile::sm90::TensorMaps x{};
   if (!tell<Math>(a, p, rows, x)) return Status::unsupported;
-  // Groups take many turns of all CTAs, and a third one on an SM fills what two of them wait for.
-  constexpr bool kSmall = Math::kCols <= 16 && !Math::kHalf && !Math::kMakes;
-  const bool three = kSmall && a.groups.count > 0;
-  const Nvfp4Room room = Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0),
-                                    three ? Math::kThirdSmem : Math::kSmem);
+  const int on = on_sm<Math>(a, p.cluster);
+  const Nvfp4Room room =
+      Math::room(p.cluster, p.parts.least + (p.parts.longer > 0 ? 1 : 0), Math::smem(on));
   p.stages = room.stages, p.weights_at = room.weights_at, p.sums_at = room.sums_at;
   if (p.stages < 1) return Status::unsupported;
   const int64_t clusters = int64_t{tiles_of<Math>(p.groups)} * p.blocks;
-  const int bytes = std::max(room.bytes, three ? Math::kLeastThird : Math::kLeastSmem);
+  const int bytes = std::max(room.bytes, Math::least_smem(on));
   return start<Math>(a, &nvfp4_kernel<Math>, clusters, bytes, x, p, rows);
 }
 
@@ -200,7 +217,9 @@ Status run_bf16(Nvfp4Args a) {
   if (a.quantizes) {
     const int64_t quads = (a.k + kNvfp4Quad - 1) / kNvfp4Quad;
     const int cluster = num_splits(problem_of(a, 8, kNvfp4Rows));
-    const bool own = m <= 8 && (a.groups.count == 0 || a.experts != nullptr) &&
+    // NOTE: what is made leaves no room for more than two CTAs on an SM.
+    const bool few = a.groups.count == 0 && ctas_of(a, cluster) <= 2 * current_device().sms;
+    const bool own = m <= 8 && (few || a.experts != nullptr) &&
                      m * ((quads + cluster - 1) / cluster) <= kNvfp4OwnQuads;
     if (own && a.x_element == Element::e4m3) {
       const Status status = run<Nvfp4Math<8, false, true, true>>(a);

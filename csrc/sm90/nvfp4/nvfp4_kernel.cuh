@@ -80,10 +80,12 @@ struct Nvfp4Math {
   static constexpr int kBatch = 4;  // operands that are made together
   static constexpr int kX = kCols * kNvfp4Quad * 2, kW = kGroups * kNvfp4Block;
   static constexpr int kFragments = kCols / 8 * kGroups * 4;
-  // Never more CTAs on an SM: those of one product would gather on some, of the next on others.
-  static constexpr int kSmem = 112 * 1024;
-  static constexpr int kLeastSmem = 76 * 1024;
-  static constexpr int kThirdSmem = 74 * 1024, kLeastThird = 57 * 1024;  // likewise, of three
+  // Of CTAs that share an SM, by how many there are, and what keeps it from having more: those of
+  // one product would gather on some, of the next on others.
+  static constexpr int smem(int on_sm) { return (on_sm == 2 ? 112 : on_sm == 3 ? 74 : 55) * 1024; }
+  static constexpr int least_smem(int on_sm) {
+    return (on_sm == 2 ? 76 : on_sm == 3 ? 57 : 46) * 1024;
+  }
   static constexpr int sums_bytes(int cluster) {
     return (kFragments + cluster - 1) / cluster * cluster * kParts * 512;
   }
