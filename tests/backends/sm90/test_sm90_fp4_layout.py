@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_mx import formats, layouts
+from te_mx.backends.sm90.layouts import SM90_NVFP4
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
 FP4 = formats.get("mxfp4")
@@ -139,3 +140,38 @@ def test_classes_of_known_distributions(kind, expected):
     codes, scales = FP4.quantize(x, "rceil")
     found = sm90_tiles.classes_of(FP4.unpack(codes, 512), scales, "mxfp4")
     assert torch.bincount(found.flatten().int(), minlength=4).tolist() == expected
+
+
+# Of pairs 0 to 3 of a word, where the sign of a code lies and the other bits from the highest on.
+PLACES = (15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (13, 11, 10, 14)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (64, 128), (70, 200), (129, 257), (4200, 33)])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_weights_that_stand_still_lie_as_their_header_says(name, rows, k):
+    """csrc/include/te_mx/sm90_nvfp4.h; 4,200 rows are packed in two bands."""
+    fmt, wide = formats.get(name), 32 if name == "mxfp4" else 16
+    g = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 16, (rows, k), generator=g, dtype=torch.uint8)
+    scales = torch.randint(8, 127, (rows, -(-k // wide)), generator=g).to(torch.uint8)
+    made = SM90_NVFP4.pack(fmt, fmt.pack(codes), scales, k)
+    back = SM90_NVFP4.unpack(fmt, *made, k)
+    assert torch.equal(back[0][:rows], fmt.pack(codes)) and torch.equal(back[1][:rows], scales)
+    bands, steps, blocks = -(-rows // 64), -(-k // 128), 128 // wide
+    words = made[0].flatten().view(torch.int32).view(bands, steps, 4, 2, 32, 4)
+    of_blocks = made[1].view(bands, steps, 4, 8, 2 * blocks)
+    for n in {0, rows - 1, *torch.randint(rows, (20,), generator=g).tolist()}:
+        for at in {0, k - 1, *torch.randint(k, (20,), generator=g).tolist()}:
+            quad, row, half = n % 64 // 16, n % 16, at % 128 // 64
+            lane, pair = row % 8 * 4 + at % 8 // 2, row // 8 + at % 16 // 8 * 2
+            word = int(words[n // 64, at // 128, quad, half, lane, at % 64 // 16])
+            up = 16 * (at % 2 != (pair == 3))  # the second code, but of pair 3 the first
+            code = sum((word >> place + up & 1) << 3 - i for i, place in enumerate(PLACES[pair]))
+            assert code == codes[n, at]
+            byte = of_blocks[n // 64, at // 128, quad, row % 8, at % 128 // wide * 2 + row // 8]
+            scale = int(scales[n, at // wide])
+            if name == "mxfp4":
+                assert byte == (scale + 119) % 256
+            else:
+                value = torch.tensor([scale], dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+                assert (1 + byte % 8 / 8) * 2.0 ** (int(byte) // 8 - 22) == value
