@@ -78,11 +78,12 @@ def build(settings: DecodeSettings) -> Decoder:
 
 @torch.no_grad()
 def randomize(model: Decoder, seed: int) -> None:
-    """Products keep the size of what they read, embeddings are of size 1."""
+    """Products keep the size of what they read, embeddings are of size 1 where they are no head."""
     generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
+    alone = model.embed.weight is not model.lm_head.weight
     for name, value in model.named_parameters():
         if value.dim() == 2:
-            std = 1.0 if name == "embed.weight" else value.shape[1] ** -0.5
+            std = 1.0 if name == "embed.weight" and alone else value.shape[1] ** -0.5
             value.normal_(0, std, generator=generator)
 
 
