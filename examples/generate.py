@@ -75,7 +75,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--head", action="store_true",
         help="quantize the head over the vocabulary too: without masters, 1b on an H200 takes 0.57 "
-        "(MXFP8) and 0.35 (MXFP4) of the memory of bf16 then, where it takes 0.64 and 0.45",
+        "(MXFP8) and 0.35 (MXFP4) of the memory of bf16 then, where it takes 0.64 and 0.45; where "
+        "a config ties it to the embedding, that keeps its weight, and more is needed",
     )  # fmt: skip
     p.add_argument("--only", choices=decoding.MODES, help="one of the three runs")
     p.add_argument("--threads", type=int, help="CPU threads; torch decides if not given")
