@@ -31,7 +31,10 @@ from te_mx.runtime.kernel_log import LAST_RUN
 FP4, FP8 = "mxfp4", "mxfp8_e4m3"
 TILES, PLAIN = f"{FP4}@sm90:8", f"{FP4}@rows"
 TRANSFORMED = f"{FP4}+rht32:0x5b39a1c6@cols"
-KINDS = {"mxfp4 x mxfp4": (FP4, FP4), "mxfp8 x mxfp4": (FP8, FP4)}
+KINDS = {  # prepacked: a weight as te_mx.prepack leaves it
+    "mxfp4 x mxfp4": (PLAIN, PLAIN), "mxfp8 x mxfp4": (f"{FP8}@sm90:8", PLAIN),
+    "mxfp4 x mxfp4 prepacked": (PLAIN, TILES), "mxfp8 x mxfp4 prepacked": (f"{FP8}@sm90:8", TILES),
+}  # fmt: skip
 CUBE, CUBE_TARGET = (8192, 8192, 8192), Target(1.5, 1.8)
 FEW = [  # of published kernels, measured in CUDA graphs
     (128, 2048, 7168),
@@ -55,10 +58,8 @@ LINEAR, LINEAR_TARGET = [(8192, 4096, 4096), (16384, 14336, 4096)], Target(1.4, 
 MODE = Mode(split_k=True)
 
 
-def _operand(x: Tensor, fmt: str) -> Operand:
-    """4 bits plain, as they are kept; 8 bits as the quantizer leaves activations."""
-    layout = "rows" if fmt == FP4 or not x.is_cuda else "sm90:8"
-    row = ops.quantize_2d(x, f"{fmt}@{layout}").row
+def _operand(x: Tensor, spec: str) -> Operand:
+    row = ops.quantize_2d(x, spec if x.is_cuda else f"{spec.partition('@')[0]}@rows").row
     assert row is not None
     return row
 
@@ -84,8 +85,9 @@ def _packed_before() -> Iterator[None]:
 
 
 def gemm(context: GpuContext) -> Iterator[Row]:
-    """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs of
-    CALLS products, as those of a model stand behind each other in one. Few rows twice where the
+    """Gaussian operands, whose tiles are all of class 0: 4 bits plain, as they are kept, weights
+    prepacked too; 8 bits as the quantizer leaves activations. The cube eager, the others in graphs
+    of CALLS products, as those of a model stand behind each other in one. Few rows twice where the
     kernel that runs unpacks codes in its main loop: by that, and unpacked before."""
     for shape in context.pick([CUBE, *FEW], [(64, 96, 128), (32, 40, 64)]):
         m, n, k = shape
@@ -96,16 +98,17 @@ def gemm(context: GpuContext) -> Iterator[Row]:
         in_graphs = shape != CUBE
         calls: dict[str, Call] = {}
         kernels: dict[str, str] = {}
-        for kind, fmts in KINDS.items():
+        for kind, specs in KINDS.items():
             pairs = [
-                tuple(_operand(x, fmt) for x, fmt in zip(both, fmts, strict=True)) for both in plain
+                tuple(_operand(x, spec) for x, spec in zip(both, specs, strict=True))
+                for both in plain
             ]
             call = _product(pairs)
             kernels[kind] = _kernel(pairs[0])
             calls[kind] = call
             if in_graphs:  # which keep the kernel that was captured
                 calls[kind] = captured(call, len(plain), context.device, CALLS)
-                if m <= FEW_ROWS and kernels[kind] != ADAPTIVE:
+                if specs[1] == PLAIN and m <= FEW_ROWS and kernels[kind] != ADAPTIVE:
                     name = f"{kind} unpacked before"
                     with _packed_before():
                         calls[name] = captured(call, len(plain), context.device, CALLS)

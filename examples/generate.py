@@ -10,10 +10,10 @@
 The model has random weights in the shape that --config names, or those of a folder; nothing is
 downloaded. It is a Llama made for decoding (examples/llama/decoder.py): the cache has a fixed size,
 and on a GPU each token is one replay of a CUDA graph, in which a Triton kernel each is what stands
-between the products, the same ones in every precision. te_mx.freeze_weights quantizes the weights
-once; inputs are quantized to MXFP8 at every step. Each precision runs in a process of its own. The
-token that a precision chooses is compared with that of bf16 behind the same tokens. --out gets
-run.json and generate.png.
+between the products, the same ones in every precision but for MLPs that te_mx fused, where those
+are faster. te_mx.freeze_weights quantizes the weights once; inputs are quantized to MXFP8 at every
+step. Each precision runs in a process of its own. The token that a precision chooses is compared
+with that of bf16 behind the same tokens. --out gets run.json and generate.png.
 """
 
 import argparse
@@ -75,7 +75,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--head", action="store_true",
         help="quantize the head over the vocabulary too: without masters, 1b on an H200 takes 0.57 "
-        "(MXFP8) and 0.35 (MXFP4) of the memory of bf16 then, where it takes 0.64 and 0.45",
+        "(MXFP8) and 0.35 (MXFP4) of the memory of bf16 then, where it takes 0.64 and 0.45; where "
+        "a config ties it to the embedding, that keeps its weight, and more is needed",
     )  # fmt: skip
     p.add_argument("--only", choices=decoding.MODES, help="one of the three runs")
     p.add_argument("--threads", type=int, help="CPU threads; torch decides if not given")

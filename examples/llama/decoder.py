@@ -147,7 +147,10 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        tied = "meta" if config.tie_word_embeddings else None
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=tied)
+        if tied:
+            self.lm_head.weight = self.embed.weight
         self.config, self.pairs, self.head = config, config.num_key_value_heads, head_width(config)
         self.resize(places)
 

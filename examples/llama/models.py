@@ -41,12 +41,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Six layers of Llama-3-8B (1.6 G parameters) between a small vocabulary's ends.
     "8b-layers": LLAMA_8B_LAYERS,
     # 1.1 G parameters: four layers of Llama-3-8B, for examples/generate.py; 1b-deep is Llama-3.2-1B
-    # without its long rotary embeddings.
+    # without its long rotary embeddings, whose head has the weight of the embedding.
     "1b": {**LLAMA_8B_LAYERS, "num_hidden_layers": 4},
     "1b-deep": {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
     },
     # 1.6 G parameters; a token uses two of eight experts.
     "mixtral": {

@@ -324,9 +324,19 @@ def invariant() -> int:
     import test_sm90_invariant as tests
     import torch
 
+    import te_mx
+
     count = 0
-    for fmt, (m, n, k) in itertools.product(("mxfp8", "fp8"), ((17, 136, 1040), (50, 130, 640))):
+    formats = "mxfp8", "fp8"
+    for fmt, (m, n, k) in itertools.product(formats, ((17, 136, 1040), (50, 130, 640))):
         tests.test_few_rows_of_frozen_weights_are_those_of_many(fmt, m, n, k, torch.bfloat16)
+        count += 1
+    # dealt_kernel; warpgroups of whole_kernel that take turns
+    for fmt, (m, n, k) in itertools.product(formats, ((5, 4232, 320), (64, 2304, 640))):
+        layer = te_mx.Linear(k, n, params_dtype=torch.bfloat16, device="cuda")
+        with te_mx.autocast(recipe=tests.RECIPES[fmt]), torch.no_grad():
+            te_mx.freeze_weights(layer, drop_master=True, recipe=tests.RECIPES[fmt])
+            layer(torch.randn(m, k, dtype=torch.bfloat16, device="cuda"))
         count += 1
     return count
 

@@ -88,7 +88,11 @@ CUDA_ROWS = {
     },
     "mxfp4_cuda": {
         **dict.fromkeys(
-            (f"{x} x mxfp4{how}" for x in ("mxfp4", "mxfp8") for how in ("", " unpacked before")),
+            (
+                f"{x} x mxfp4{how}"
+                for x in ("mxfp4", "mxfp8")
+                for how in ("", " unpacked before", " prepacked")
+            ),
             (1.1, 1.5),
         ),
         **{

@@ -47,6 +47,7 @@ def test_the_decoder_is_the_llama_of_transformers(tied: bool) -> None:
         torch.nn.init.normal_(value, 0.2 if value.dim() == 1 else 0, 0.2)
     ours = Decoder(config, 12).eval()
     ours.load_state_dict(from_transformers(theirs.state_dict()))
+    assert (ours.lm_head.weight is ours.embed.weight) == tied
     tokens = torch.randint(120, (3, 12))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -118,6 +119,23 @@ def test_precisions_choose_alike_on_the_decode_kernels() -> None:
             assert sum(kept["kernels"].values()) == 4
         headed, _ = run(mode, plain["tokens"], head=True)
         assert sum(headed["kernels"].values()) == 5
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_head_that_is_the_embedding_lies_once(head: bool, tmp_path) -> None:
+    """In every precision; a quantized one leaves the embedding what it is."""
+    where = tmp_path / "config.json"
+    where.write_text(json.dumps({**models.SHAPES["tiny"], "tie_word_embeddings": True}))
+    settings = decoding.DecodeSettings("mxfp8", str(where), tokens=6, drop_master=True, head=head)
+    model = decoding.build(settings)
+    embedding = model.embed.weight.clone()
+    decoding.quantize(model, settings)
+    assert torch.equal(model.embed.weight, embedding)
+    assert (model.lm_head.weight is model.embed.weight) != head
+    plain = decoding.run(decoding.DecodeSettings("bf16", str(where), tokens=6), None, Bar())
+    record = decoding.run(settings, plain["tokens"], Bar())
+    assert plain["parameters"] == record["parameters"] == 43200 + 256 * 64
+    assert record["agreement"] > 0.5
 
 
 def test_the_script_writes_a_table_a_record_and_a_plot(tmp_path, monkeypatch, capsys) -> None:

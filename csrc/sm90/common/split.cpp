@@ -300,7 +300,9 @@ double product_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
 
 double codes_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
   const int64_t blocks = ceil_div(m, 128) * ceil_div(n, 128), steps = steps_of(k);
-  const int64_t at_once = (parts <= 2 ? sms : sms * kClusterRoom / 100) / parts;
+  int64_t at_once = (parts <= 2 ? sms : sms * kClusterRoom / 100) / parts;
+  if (parts <= kManyMost)
+    at_once = std::min(at_once, int64_t{kAtOnce[parts - 1]} * sms / kAtOnce[0]);
   const int64_t waves = ceil_div(blocks, std::max<int64_t>(1, at_once));
   if (parts == 1) return kCodesLaunch + static_cast<double>(waves * steps) * kCodesStep;
   return static_cast<double>(waves) *

@@ -156,6 +156,7 @@ struct RingPlace {
     if (lane < p.stages) tile::mbar_init(empty_bar(lane), kRowsMath / 32);
     if (lane < 4) tile::mbar_init(sent_bar(lane), 1);
     tile::mbar_init_fence();
+    __syncwarp();  // one lane arrives at what all of them made
     if (lane < 4) tile::mbar_arrive_expect(sent_bar(lane), sent_bytes());
   }
 };

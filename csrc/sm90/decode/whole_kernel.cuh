@@ -23,6 +23,12 @@ inline constexpr int kWholeA = 64;     // rows of operand A
 inline constexpr int kWholeAhead = 2;  // quads of a run
 inline constexpr int kWholeMost = 4;   // warpgroups
 inline constexpr int kWholeThreads = kWholeMost * kRowsMath + 64;
+// Lanes of a warp that say that its sums are there: see kArrivals (gemm_params.cuh).
+#ifdef TE_MX_RACECHECK
+inline constexpr int kWholePassing = 32;
+#else
+inline constexpr int kWholePassing = 1;
+#endif
 
 // Where things lie in shared memory, behind the stages of x: those of weights, scales of both,
 // barriers. NOTE: operand A has 64 rows whatever there are: behind the last stage of x lies enough.
@@ -106,7 +112,7 @@ struct WholePlace {
     for (int i = 0; i < p.stages + p.x_stages; ++i) tile::mbar_init(bars + i, 1);
     for (int i = 0; i < p.stages; ++i) tile::mbar_init(empty + i, p.halves * 4);
     for (int i = 0; i < p.x_stages; ++i) tile::mbar_init(x_empty + i, p.halves * 4 * p.cluster);
-    for (int i = 0; i < p.halves * p.turns * 4; ++i) tile::mbar_init(turn + i, 1);
+    for (int i = 0; i < p.halves * p.turns * 4; ++i) tile::mbar_init(turn + i, kWholePassing);
     tile::mbar_init(scales_bar, 1);
     tile::mbar_init_fence();
   }
@@ -317,7 +323,8 @@ struct WholeMath {
     if (run + 1 == runs || p.turns == 1) return;
     sums.store(sums_at);
     __syncwarp();
-    if (tile::elect_one()) tile::mbar_arrive(turn_bar(turn + 1 == p.turns ? 0 : turn + 1));
+    if (kWholePassing > 1 || tile::elect_one())
+      tile::mbar_arrive(turn_bar(turn + 1 == p.turns ? 0 : turn + 1));
   }
   // Products of all quads of a run are started before one is waited for.
   __device__ __forceinline__ void whole_run(int run, int round) {

@@ -139,25 +139,14 @@ __device__ __forceinline__ void write_row(RowOfBlocks& row, uint32_t u, uint32_t
 //
 // kDecided | the exponent, or 0 where the codes decide. By a warp, of four rows a lane; those exist
 // that have a bit in `rows`, in every lane if kWhole.
-inline constexpr uint32_t kDecided = 1u << 31, kLeastDecided = 40;
+inline constexpr uint32_t kDecided = 1u << 31;
 
 template <bool kWhole>
 __device__ __forceinline__ uint32_t decide(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
                                            uint32_t rows) {
   const uint32_t w[4] = {w0, w1, w2, w3};
-  uint32_t high = 0, low = 0x00FF00FFu;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t none = kWhole || (rows >> i & 1) ? 0u : ~0u;
-    const uint32_t most = kWhole ? w[i] : w[i] & ~none, least = kWhole ? w[i] : w[i] | none;
-    high = __vmaxu2(high, __vmaxu2(most & 0x00FF00FFu, __byte_perm(most, 0, 0x4341)));
-    low = __vminu2(low, __vminu2(least & 0x00FF00FFu, __byte_perm(least, 0, 0x4341)));
-  }
-  high = __reduce_max_sync(~0u, max(high & 0xFFFF, high >> 16));
-  low = __reduce_min_sync(~0u, min(low & 0xFFFF, low >> 16));
-  return low >= kLeastDecided && high <= kFarExponent && high - low <= tile::kFp4Spread
-             ? kDecided | (high - tile::kFp4Headroom)
-             : 0;
+  const auto ends = ScaleEnds::of<kWhole>(w, rows);
+  return ends.share(tile::kFp4Spread) ? kDecided | ends.exponent() : 0;
 }
 
 // The scales of a plain operand, [rows, blocks].

@@ -3,6 +3,7 @@
 
 #include "common/device.h"
 #include "common/launch.h"
+#include "common/spread.h"
 #include "quantize/pack_kernel.cuh"
 
 namespace te_mx::sm90 {
@@ -10,15 +11,16 @@ namespace te_mx::sm90 {
 namespace {
 
 template <bool kTransposed, bool kStacked>
-void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
+Status launch(const PackParams& p, int64_t count, void* stream) {
   const int64_t steps = (p.a.k + 127) / 128;
   constexpr int64_t kMaxY = 32768;
   const dim3 grid(static_cast<unsigned>(count * p.row_tiles),
                   static_cast<unsigned>(steps < kMaxY ? steps : kMaxY),
                   static_cast<unsigned>((steps + kMaxY - 1) / kMaxY));
-  with_element(p.a.element, [&]<tile::Fp8 kFmt>() {
-    pack_kernel<kFmt, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
-    return Status::ok;
+  const int smem = spread_smem(int64_t{grid.x} * grid.y);
+  return with_element(p.a.element, [&]<tile::Fp8 kFmt>() {
+    return launch_early(pack_kernel<kFmt, kTransposed, kStacked>,
+                        {grid, kPackThreads, stream, smem}, p);
   });
 }
 
@@ -44,6 +46,8 @@ Status side_of(const PackArgs& args, PackSide& side, bool stands = false) {
   side.last_rows = static_cast<int>((a.rows - 1) % kTile + 1);
   side.last_k = static_cast<int>((a.k - 1) % kTile + 1);
   side.vectors = width % vector == 0 && reinterpret_cast<uintptr_t>(a.codes) % vector == 0;
+  side.words =
+      side.vectors && side.scale_ld % 4 == 0 && reinterpret_cast<uintptr_t>(a.scales) % 4 == 0;
   return Status::ok;
 }
 
@@ -54,10 +58,8 @@ Status run(const PackArgs& args, const GroupTable& groups, int64_t count) {
   if (status != Status::ok || p.row_tiles == 0) return status;
   if (count * p.row_tiles > INT32_MAX) return Status::unsupported;
   p.groups = groups;
-  const auto stream = static_cast<cudaStream_t>(p.a.stream);
-  p.a.k_first ? launch<true, kStacked>(p, count, stream)
-              : launch<false, kStacked>(p, count, stream);
-  return started(cudaGetLastError());
+  return p.a.k_first ? launch<true, kStacked>(p, count, p.a.stream)
+                     : launch<false, kStacked>(p, count, p.a.stream);
 }
 
 // The same of a side of a product.
@@ -73,7 +75,8 @@ Status launch_unpack(const UnpackParams& p, int64_t k, void* stream) {
   if (row_tiles == 0) return Status::ok;
   if (row_tiles > kMaxY) return Status::unsupported;
   const dim3 grid(static_cast<unsigned>((k + kTile - 1) / kTile), static_cast<unsigned>(row_tiles));
-  return launch_early(unpack_kernel, {grid, kPackThreads, stream}, p);
+  const int smem = spread_smem(int64_t{grid.x} * grid.y);
+  return launch_early(unpack_kernel, {grid, kPackThreads, stream, smem}, p);
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct PackSide {
   int row_tiles;
   int last_rows, last_k;  // of the last tiles
   bool vectors;  // codes have aligned vectors only: 16 bytes, or 8 of 4 bits or where k lies first
+  bool words;    // and a row's scales aligned words, of four blocks
 };
 
 struct PackParams : PackSide {
@@ -302,6 +303,46 @@ __device__ __forceinline__ void unpack_tile(TileScales& s, const PackSide& p, co
   }
 }
 
+// pack_tile of codes of 4 bits in whole vectors where the scales of a tile say by themselves that
+// it has one exponent, and codes no subnormal numbers, as of nearly every tile: nothing waits for
+// other warps. false: nothing was written.
+__device__ __forceinline__ bool unpack_near(const PackSide& p, int rt, int kt, int all_rows) {
+  const int r = threadIdx.x / 8, lane = threadIdx.x % 32, k = lane % 8 * 16;
+  const uint8_t* from = p.a.codes + (rt * int64_t{128} + r) * p.ld + (kt * int64_t{64} + k / 2);
+  const uint8_t* words_at = p.a.scales + (rt * int64_t{128} + lane) * p.scale_ld + kt * int64_t{4};
+  uint2 nibbles[4] = {};
+  uint32_t w[4] = {}, rows = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i, words_at += 32 * p.scale_ld) {
+    if (lane + 32 * i >= all_rows) continue;
+    w[i] = __ldg(reinterpret_cast<const uint32_t*>(words_at)), rows |= 1u << i;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i, from += 32 * p.ld)
+    if (r + 32 * i < all_rows) nibbles[i] = __ldg(reinterpret_cast<const uint2*>(from));
+  constexpr uint32_t kNear = 11;
+  const auto ends = ScaleEnds::of<false>(w, rows);
+  if (!ends.share(kNear)) return false;
+  const uint32_t exponent = ends.exponent();
+  if (threadIdx.x < 128)
+    write_words(exponent << 23, exponent, 0, threadIdx.x,
+                tile_words(p.a.out.scales, kt, rt, p.row_tiles),
+                rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
+  uint8_t* to = p.a.out.codes + (rt * int64_t{128} + r) * p.out_ld + (kt * int64_t{128} + k);
+#pragma unroll
+  for (int i = 0; i < 4; ++i, to += 32 * p.out_ld) {
+    // As tile::Fp4Table(ends.high - e).
+    const uint32_t e = __shfl_sync(~0u, w[i], r) >> lane % 8 / 2 * 8 & 0xFF,
+                   up = kNear - (ends.high - e);
+    uint32_t v[4];
+    fp4_to_fp8(
+        v, nibbles[i].x, nibbles[i].y,
+        tile::Fp4Table(make_uint2(0x14100800u + up * 0x08080800u, 0x24201C18u + up * 0x08080808u)));
+    if (r + 32 * i < all_rows) *reinterpret_cast<uint4*>(to) = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+  return true;
+}
+
 template <tile::Fp8 kFmt, bool kTransposed, bool kStacked>
 __global__ void __launch_bounds__(kPackThreads, 5)
     pack_kernel(const __grid_constant__ PackParams p) {
@@ -309,6 +350,8 @@ __global__ void __launch_bounds__(kPackThreads, 5)
   PackTask a = p.a;
   int rt = blockIdx.x;
   const int kt = blockIdx.y + gridDim.y * blockIdx.z;
+  // NOTE: kernels that read weights which stand still before anything else start behind this one.
+  tile::await_predecessors();
   if constexpr (kStacked) {
     const int group = rt / p.row_tiles;
     if (!p.groups.may_have_rows(group)) return;
@@ -329,7 +372,7 @@ struct UnpackParams {
 
 // A CTA a tile: grid (tiles along k, row tiles of both sides). It starts beside the kernel before,
 // and a product may start beside it.
-__global__ void __launch_bounds__(kPackThreads, 8)
+__global__ void __launch_bounds__(kPackThreads, 6)
     unpack_kernel(const __grid_constant__ UnpackParams p) {
   __shared__ PackSmem<tile::Fp8::e2m1, false> s;
   const int first_tiles = p.sides[0].row_tiles;
@@ -356,6 +399,8 @@ __global__ void __launch_bounds__(kPackThreads, 8)
   // is done (gemm_codes_kernel.cuh).
   tile::await_predecessors();
   tile::let_dependents_start();
+  if (side.words && side.a.spread != kByRows && all_k == 128 && unpack_near(side, rt, kt, all_rows))
+    return;
   pack_tile<tile::Fp8::e2m1, false>(s, side, side.a, rt, kt, all_rows, all_k);
 }
 

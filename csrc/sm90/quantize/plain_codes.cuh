@@ -6,6 +6,7 @@
 
 #include "mxtile/sm90/fp4.cuh"
 #include "mxtile/sm90/fp8.cuh"
+#include "te_mx/sm90_layout.h"
 #include "te_mx/types.h"
 
 namespace te_mx::sm90 {
@@ -62,6 +63,34 @@ __device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], con
       w[i][j] = reinterpret_cast<const uint32_t*>(slot)[kBytes / 4 * i + j];
   }
 }
+
+// The largest and the smallest byte of words of scales, of all lanes of a warp: a word is four
+// blocks of a row, and a lane has four rows, of which those exist that have a bit in `rows`, in
+// every lane if kWhole.
+struct ScaleEnds {
+  uint32_t high, low;
+
+  template <bool kWhole>
+  static __device__ __forceinline__ ScaleEnds of(const uint32_t (&w)[4], uint32_t rows) {
+    uint32_t high = 0, low = 0x00FF00FFu;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t none = kWhole || (rows >> i & 1) ? 0u : ~0u;
+      const uint32_t most = kWhole ? w[i] : w[i] & ~none, least = kWhole ? w[i] : w[i] | none;
+      high = __vmaxu2(high, __vmaxu2(most & 0x00FF00FFu, __byte_perm(most, 0, 0x4341)));
+      low = __vminu2(low, __vminu2(least & 0x00FF00FFu, __byte_perm(least, 0, 0x4341)));
+    }
+    return {__reduce_max_sync(~0u, max(high & 0xFFFF, high >> 16)),
+            __reduce_min_sync(~0u, min(low & 0xFFFF, low >> 16))};
+  }
+  // Whether a tile of MXFP4 whose blocks may all count has one exponent: they are so near to each
+  // other, and not near the ends of the range, where blocks of zeros might change sums.
+  __device__ __forceinline__ bool share(uint32_t spread) const {
+    constexpr uint32_t kLeast = 40;
+    return low >= kLeast && high <= kFarExponent && high - low <= spread;
+  }
+  __device__ __forceinline__ uint32_t exponent() const { return high - mxtile::sm90::kFp4Headroom; }
+};
 
 // Sixteen codes of two words of nibbles.
 __device__ __forceinline__ void fp4_to_fp8(uint32_t (&to)[4], uint32_t first, uint32_t second,

@@ -1,8 +1,8 @@
 """The GEMM of Hopper that reads weights of 4 bits where they lie: MXFP4 codes become FP8 tiles in
 its main loop, for problems of so few rows that unpacking the weights before would be a good part of
 the time. From more than one block of rows on, of which each unpacks the weights anew, a cost model
-says where unpacking them before, with inputs of 4 bits, is faster: of up to 512 rows, more always
-take longer here. The bits are those of the adaptive GEMM with as many parts of k."""
+says where unpacking them before, with inputs of 4 bits too, is faster: of up to 512 rows, more
+always take longer here. The bits are those of the adaptive GEMM with as many parts of k."""
 
 from copy import copy
 from functools import lru_cache
@@ -19,10 +19,10 @@ from te_mx.dispatch.registry import register
 
 CODES = "sm90_codes"
 BLOCK, SMALL = 128, "128x128"
-# Of unpacking before, on an NVIDIA H200 (2026-11-27): microseconds of a launch, and codes a
-# microsecond. In front of this kernel a launch for the inputs takes longer, as little of it is
-# hidden.
-UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
+# Of unpacking before, on an NVIDIA H200: microseconds of a launch, and codes a microsecond; and of
+# the launch for inputs in front of this kernel (2026-11-30: of seven weights times 160 to 512 rows
+# the model chose the faster way, but for two of 56 cells, by 3 %).
+UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 1.6, 3e6
 
 
 def best_parts(m: int, n: int, k: int, sms: int) -> int:
@@ -42,15 +42,14 @@ def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool)
     parts = best_parts(m, n, k, sms)
     if parts > 1 and not cut:  # blocks that are too few for the GPU
         return True
-    # NOTE: of inputs in tiles the model says that 512 7168 2048 is faster before, by 1 us of 24;
-    # through te_mx it took 29.0 us, where the main loop takes 26.0.
-    if m <= BLOCK or not fp4_inputs:
+    if m <= BLOCK:
         return False
-    codes = (n + m) * k
+    inputs = m * k if fp4_inputs else 0
     of_packed = parts_before(m, n, k, sms) if cut else 1
-    before = UNPACK_US + codes / UNPACK_RATE + gemm.split_us("tiles", m, n, k, sms, of_packed)
+    before = UNPACK_US + (n * k + inputs) / UNPACK_RATE
+    before += gemm.split_us("tiles", m, n, k, sms, of_packed)
     in_loop = gemm.split_us("codes", m, n, k, sms, parts)
-    return before < in_loop + INPUT_US + m * k / INPUT_RATE
+    return before < in_loop + fp4_inputs * INPUT_US + inputs / INPUT_RATE
 
 
 @lru_cache(maxsize=4096)

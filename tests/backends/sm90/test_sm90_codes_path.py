@@ -146,8 +146,9 @@ def test_where_codes_are_unpacked_follows_from_sizes():
         ((128, 24576, 1536), True, False, False),
         ((128, 24576, 1536), True, True, False),
         ((512, 2048, 7168), True, False, False),
-        ((512, 2048, 7168), True, True, True),
+        ((512, 2048, 7168), True, True, False),
         ((512, 7168, 2048), True, False, False),
+        ((384, 7168, 2048), True, False, True),
         ((512, 7168, 2048), True, True, True),
         ((512, 7168, 2048), False, True, True),
         ((256, 7168, 2048), True, True, False),
@@ -203,7 +204,8 @@ def test_explain_says_where_codes_are_unpacked(k, note):
 def test_explain_says_the_parts_of_the_kernel_that_runs():
     place = place_of(torch.device("cpu"))
     for (m, n, k), lhs, where, parts in (
-        ((512, 2048, 7168), f"{FP4}@rows", "before the product", 2),
+        ((512, 2048, 7168), f"{FP4}@rows", "in the main loop", 2),
+        ((384, 7168, 2048), f"{E4M3}@sm90:8", "before the product", 1),
         ((512, 2048, 7168), f"{E4M3}@sm90:8", "in the main loop", 2),
         ((256, 2048, 7168), f"{FP4}@rows", "in the main loop", 3),
         ((512, 7168, 2048), f"{FP4}@rows", "before the product", 1),
