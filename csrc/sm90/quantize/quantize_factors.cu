@@ -1,6 +1,5 @@
 // The quantizer to codes with fp32 factors of one matrix, and its instances for rows of groups.
 #include "quantize/factor_launch.cuh"
-#include "quantize/few_rows.h"
 
 namespace te_mx::sm90 {
 
@@ -14,10 +13,6 @@ Status launch_factors(const QuantizeOut& to, const FactorParams& p, const RowTil
 Status quantize_factors(const QuantizeTask& a, const QuantizeOut& to, Start start) {
   Status status = check_factors(to);
   if (status != Status::ok || a.rows == 0 || a.cols == 0) return status;
-  if (start == Start::early && to.scaling.block_rows == 1) {
-    const Status few = quantize_few_factors(a, to.amax_epsilon);
-    if (few != Status::unsupported) return few;
-  }
   FactorParams p;
   status = factor_params(a, to, (a.rows + 127) / 128, a.rows, p);
   if (status != Status::ok) return status;
