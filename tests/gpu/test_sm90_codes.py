@@ -42,6 +42,15 @@ def test_bits_of_packing_before(shape, fmt, monkeypatch):
             products.check(*both, "bias", parts, DTYPES[i % 3], monkeypatch)
 
 
+def test_seven_parts_go_elsewhere(monkeypatch):
+    """Two of seven CTAs would be sent more than their stages hold."""
+    monkeypatch.setattr(codes, "best_parts", lambda *sizes: 7)
+    monkeypatch.setattr(codes, "faster_before", lambda *sizes: False)
+    lhs, rhs = pair(128, 128, 1024, E4M3, list(SPANS)[:2])
+    epilogue = products.epilogue_of("bias", lhs.rows, rhs.rows, "cuda", torch.float32)
+    assert products.run(codes.Codes(), lhs, rhs, epilogue, torch.float32, True)[0] != codes.CODES
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("kinds", [(a, b) for a in SPANS for b in SPANS], ids=str)
 def test_every_pair_of_classes(kinds, monkeypatch):

@@ -54,8 +54,8 @@ const char* config_name(int config);
 
 // The same of a k_last rhs of MXFP4, whose codes become tiles inside the main loop, and an lhs in
 // tiles of any format, or of MXFP4 that is k_last and is unpacked to the workspace before. One
-// launch for the product, K in parts or not: at most kMostCodesParts. Rows of rhs have whole 16
-// bytes and start at 16 bytes; unsupported otherwise. Products have the bits of pack() and gemm()
+// launch for the product, K in parts or not: at most kMostCodesParts, not 7. Rows of rhs are whole
+// 16 bytes and start at 16 bytes, or it is unsupported. Products have the bits of pack(), gemm()
 // with as many parts; those of the bias gradient are added up as in gemm() with K in parts.
 int64_t codes_workspace_bytes(const GemmArgs& args);
 Status gemm_codes(const GemmArgs& args);

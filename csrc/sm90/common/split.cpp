@@ -24,7 +24,8 @@ static_assert(kManyMost == kMostClusterParts);
 constexpr double kGain = 1.05;
 constexpr double kLaunch = 3.0;        // us of a kernel beside its steps
 constexpr double kFinish = 3.2;        // us that the kernel which adds parts up takes longer than
-constexpr double kTileExchange = 3.5;  // us of sums inside of clusters (2026-11-29)
+constexpr double kTileExchange = 3.5;  // us of sums inside of clusters (2026-11-29),
+constexpr double kManyExchange = 1.0;  // and that six CTAs take longer (2026-11-30)
 constexpr double kSums = 4.1e6;        // bytes a us of sums, written and read
 constexpr double kOperands = 4.8e6;    // bytes a us of operands, at most
 constexpr double kHidden = 0.75;  // of the shorter of two: reading operands, and the steps on them
@@ -290,7 +291,8 @@ bool adds_in_clusters(int64_t m, int64_t n, int parts, int sms) {
 
 double product_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
   if (adds_in_clusters(m, n, parts, sms))
-    return kernel_us(kGemmTiles[kSplitTiles[0]], m, n, k, sms, parts) + kTileExchange;
+    return kernel_us(kGemmTiles[kSplitTiles[0]], m, n, k, sms, parts) + kTileExchange +
+           (parts > 5 ? kManyExchange : 0.0);
   if (parts > 1) return split_us(m, n, k, sms, parts);
   double whole = 1e300;
   for (const int index : kDenseTiles)

@@ -25,7 +25,7 @@ Status launch_as(const GemmArgs& a, const Device& device) {
   p.m_blocks = static_cast<int>((m + 127) / 128), p.n_blocks = static_cast<int>((n + 127) / 128);
   p.walk_in_groups_of(group_size(clusters, 128, 128));
   p.k = parts_of_k(p.k_steps, parts);
-  p.finish = finish_params(a, parts, static_cast<float*>(a.execution.workspace));
+  p.finish = finish_params(a, 1, static_cast<float*>(a.execution.workspace));
   p.epilogue.m = static_cast<int>(m), p.epilogue.n = static_cast<int>(n);
   const int64_t blocks = int64_t{p.m_blocks} * p.n_blocks;
   if (blocks * parts > INT32_MAX) return Status::unsupported;

@@ -1,5 +1,7 @@
 // The entry point of the GEMM that reads codes of 4 bits: argument checks, launch, and the
 // reduction of bias-gradient partials.
+#include <algorithm>
+
 #include "common/formats.h"
 #include "gemm/gemm_launch.h"
 #include "te_mx/sm90_choice.h"
@@ -45,7 +47,7 @@ Status gemm_codes(const GemmArgs& args) {
       parts > (k + 127) / 128) {
     return Status::bad_argument;
   }
-  if (!copied(a.rhs)) return Status::unsupported;
+  if (!copied(a.rhs) || !exchange_fits(std::max(parts, 1))) return Status::unsupported;
   if (a.execution.workspace_bytes < codes_workspace_bytes(a)) return Status::small_workspace;
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;

@@ -65,10 +65,10 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   static constexpr int kTables = kSeen + Config::kTurns * kSeenBytes;
   static constexpr int kBias = kTables + kFp4Tables * 8;
   static constexpr int kBarriers = kBias + Config::kBiasesBytes;
-  static constexpr int kBytes = kBarriers + 8 * (3 * Config::kStages + 2 * Config::kRaw);
-  static constexpr int kSums = 64 * 128 * 4;  // of a math warpgroup
+  static constexpr int kExchange =
+      (kBarriers + 8 * (3 * Config::kStages + 2 * Config::kRaw) + 15) / 16 * 16;
+  static constexpr int kBytes = kExchange + (Config::kKeepsSums ? sizeof(ExchangeRoom) : 0);
   static_assert(kBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(Config::kMath * kSums <= kRaw);
   char* base;
   __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
   __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
@@ -93,9 +93,8 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   __device__ __forceinline__ uint2* tables() const {
     return reinterpret_cast<uint2*>(base + kTables);
   }
-  // Sums stay where the stages of lhs were.
   __device__ __forceinline__ char* staging(int math) const {
-    return base + (Config::kKeepsSums ? math * kSums : kStaging + math * Config::kStaging);
+    return base + kStaging + math * Config::kStaging;
   }
   __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * kBiasBytes; }
   __device__ __forceinline__ char* constants() const { return nullptr; }
@@ -111,6 +110,9 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
     return barrier(3 * Config::kStages + i);
   }
   __device__ __forceinline__ uint64_t* raw_empty(int i) const { return raw_full(Config::kRaw + i); }
+  __device__ __forceinline__ ExchangeRoom& exchange() const {
+    return *reinterpret_cast<ExchangeRoom*>(base + kExchange);
+  }
   __device__ __forceinline__ uint64_t* arrived(int) const { return nullptr; }
   __device__ __forceinline__ uint64_t* staged(int) const { return nullptr; }
 };

@@ -11,8 +11,8 @@
 // both tiles have their scale words (`full`), and what follows from these words and the codes of 8
 // bits arrive at `ready` apart.
 //
-// With K in parts a cluster computes a block, each CTA a part. Its sums stay in shared memory; then
-// every CTA adds the parts of some rows up, in their order, and has the epilogue of those rows.
+// With K in parts a cluster computes a block, each CTA a part, and they send each other their sums
+// (gemm_exchange.cuh).
 #pragma once
 
 #include "gemm/gemm_codes_config.cuh"
@@ -253,32 +253,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           tile::mbar_init(smem.raw_empty(i), kUnpackers);
     tile::mbar_init_fence();
   }
+  if constexpr (Config::kKeepsSums) {
+    if (threadIdx.x == 128) init_exchange(smem.exchange(), p.k.parts);
+  }
   if (threadIdx.x >= 32 && threadIdx.x < 32 + kFp4Tables)
     make_table(smem.tables(), static_cast<int>(threadIdx.x) - 32);
   __syncthreads();
+  if constexpr (Config::kKeepsSums) tile::cluster_arrive_relaxed();
   // NOTE: each role waits for the kernels before it where it first reads or writes memory.
   tile::let_dependents_start();
-  // Where sums stay, all wait for those of the cluster, and for those who still read them: a CTA
-  // must not leave before. NOTE: each role does so itself. Where roles meet, all would have as few
-  // registers as the one with the fewest.
-  const auto meet = [&] {
-    if constexpr (Config::kKeepsSums) {
-      __syncwarp();
-      if (p.k.parts > 1) {
-        tile::cluster_sync();
-      } else {
-        __syncthreads();
-      }
-    }
-  };
-  // NOTE: relaxed. Who has read the sums has them, and nothing else needs to be seen by others: a
-  // release would wait for D to be written.
-  const auto leave = [&] {
-    __syncwarp();
-    if constexpr (Config::kKeepsSums) {
-      if (p.k.parts > 1) tile::cluster_arrive_relaxed(), tile::cluster_wait();
-    }
-  };
+  // NOTE: each role ends itself. Where roles meet, all would have as few registers as the one with
+  // the fewest.
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     tile::registers_down<Config::kProducerRegs>();
@@ -286,24 +271,31 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       ask_for_codes<Config>(p, rhs_map, smem);
     } else if (warp == 1) {
+      if constexpr (Config::kKeepsSums) plan_units(smem, p, static_cast<int>(threadIdx.x) % 32);
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     } else if (warp == 2) {
       ask_for_tiles<Config>(p, lhs_map, lhs_end, smem);
+      if constexpr (Config::kKeepsSums) make_room(smem, p.k, static_cast<int>(threadIdx.x) % 32);
     } else {
       read_scales<Config>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }
-    meet(), leave();
+    if constexpr (Config::kKeepsSums) {
+      if (warp != 2) await_cluster();
+      leave_cluster();
+    }
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
     tile::await_predecessors();
-    consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
-    meet();
-    if constexpr (Config::kKeepsSums) finish_sums<Config::kMath>(p, smem.staging(0), smem.raw(0));
-    leave();
+    if constexpr (Config::kKeepsSums) {
+      consume_sums<1, kMostCodesParts>(p, out_map, smem, group - 1);
+      leave_cluster();
+    } else {
+      consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
+    }
   } else {
     tile::registers_down<Config::kUnpackRegs>();
     unpack<Config>(p, smem, group - 1 - Config::kMath);
-    meet(), leave();
+    if constexpr (Config::kKeepsSums) await_cluster(), leave_cluster();
   }
 }
 

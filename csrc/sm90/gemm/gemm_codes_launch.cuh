@@ -43,7 +43,7 @@ Status launch_codes_as(const GemmArgs& a, bool lhs_comes, const Device& device) 
   const int64_t blocks = int64_t{p.m_blocks} * p.n_blocks;
   int64_t at_once = blocks;
   if constexpr (Config::kKeepsSums) {
-    p.finish = finish_params(a, parts, static_cast<float*>(a.execution.workspace));
+    p.finish = finish_params(a, 1, static_cast<float*>(a.execution.workspace));
   } else {
     const Epilogue& e = a.epilogue;
     p.epilogue = epilogue_params(e, m, n, nullptr);

@@ -10,6 +10,8 @@
 
 namespace te_mx::sm90 {
 
+struct ExchangeRoom;  // gemm_exchange.cuh
+
 template <int kM_, int kStages_, int kCluster_, int kSlots_>
 struct BlockShape {
   static constexpr int kM = kM_, kN = 128, kStages = kStages_, kCluster = kCluster_,
@@ -52,8 +54,6 @@ struct GemmConfig : Shape {
   // Whether its warps store D themselves: where there is one slot, in which the copy engine
   // reads while everybody waits, and of two where the promotion says so.
   static constexpr bool kByWarps = kSlots == 1 || (kSlots == 2 && Promotion::kWarpsStore);
-  // Whether the sums of a block stay in shared memory, where the stages of lhs were.
-  static constexpr bool kKeepsSums = false;
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
   static constexpr int kWorkTiles = 8;
   static constexpr int kWorkTileBytes = kWorkTiles * sizeof(WorkTile);
@@ -83,15 +83,18 @@ struct Smem {
   __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
   __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
   __device__ __forceinline__ char* rhs(int s) const { return base + kRhs + s * Config::kRhsBytes; }
-  static constexpr int kSums = 64 * 128 * 4;  // of a math warpgroup
-  static_assert(!Config::kKeepsSums || Config::kMath * kSums <= kRhs);
   __device__ __forceinline__ char* staging(int math) const {
-    return base + (Config::kKeepsSums ? math * kSums : kStaging + math * Config::kStaging);
+    return base + kStaging + math * Config::kStaging;
   }
   __device__ __forceinline__ char* scales(int s) const {
     return base + kScales + s * Config::kScaleBytes;
   }
   __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * kBiasBytes; }
+  // In place of the bias.
+  __device__ __forceinline__ ExchangeRoom& exchange() const {
+    static_assert(kBias % 16 == 0 && Config::kMath * kBiasBytes >= 1024);
+    return *reinterpret_cast<ExchangeRoom*>(base + kBias);
+  }
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }

@@ -14,7 +14,7 @@ namespace te_mx::sm90 {
 
 // plain: bias and accumulation only; full: aux, GELU or GELU' of gelu_in, and bias gradient too;
 // backward: GELU' of a gelu_in that the epilogue warp brings, and bias gradient, only; sums: none,
-// they stay in shared memory (gemm_codes_kernel.cuh); add: fp32 sums that the copy engine adds to
+// they go to the CTAs of a cluster (gemm_exchange.cuh); add: fp32 sums that the copy engine adds to
 // D, and nothing else.
 enum class EpilogueKind : int { plain = 0, full = 1, backward = 2, sums = 3, add = 4 };
 
@@ -305,28 +305,6 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
   });
 }
 
-// Where 16 bytes of the sums of a block of 128 columns lie, four columns in one of 32 chunks. The
-// fragments of two rows that a warp stores at once lie in different banks.
-__device__ __forceinline__ uint32_t sums_offset(uint32_t row, uint32_t chunk) {
-  return row * 512 + ((chunk ^ (row & 3) << 1) << 4);
-}
-
-inline constexpr int kSumsBarrier = 3;  // of two math warpgroups
-
-// Sums of a block, once: to the staging, which is where the stages were.
-__device__ __forceinline__ void store_sums(const float (&v)[64], const Wave& w) {
-  const int thread = tile::keep(threadIdx.x) % 128;  // see epilogue_wave()
-  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-  tile::named_barrier(kSumsBarrier, 256);  // until nobody multiplies any more
-  const uint32_t base = tile::smem_addr(w.staging) + 8 * (lane % 2);
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    const int chunk = 2 * j + lane % 4 / 2;
-    tile::st_shared_f32x2(base + sums_offset(row, chunk), v[4 * j], v[4 * j + 1]);
-    tile::st_shared_f32x2(base + sums_offset(row + 8, chunk), v[4 * j + 2], v[4 * j + 3]);
-  }
-}
-
 template <EpilogueKind kEpilogue, int kSlots, bool kByWarps>
 __device__ __forceinline__ void store_block(float (&v)[64], const EpilogueParams& p,
                                             const CUtensorMap* map, const Wave& at) {
@@ -360,9 +338,7 @@ __device__ __forceinline__ void store_block(float (&v)[64], const EpilogueParams
 template <EpilogueKind kEpilogue, int kSlots, bool kByWarps = false>
 __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpilogueParams& p,
                                               const CUtensorMap* map, const Wave& at) {
-  if constexpr (kEpilogue == EpilogueKind::sums) {
-    store_sums(v, at);
-  } else if constexpr (kEpilogue == EpilogueKind::add) {
+  if constexpr (kEpilogue == EpilogueKind::add) {
     free_staging<kSlots>(at);
     store_wave<float, kSlots, true>(v, p, map, true, at);
   } else {

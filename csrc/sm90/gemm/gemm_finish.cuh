@@ -1,6 +1,6 @@
 // The end of a GEMM whose sums lie in K in parts somewhere: adds the parts up, in their order, and
 // applies the epilogue. Used where sums are in global memory (split_finish.cu) and where they are
-// in the shared memory of a cluster (gemm_codes_kernel.cuh), with the same bits.
+// in the shared memory of a cluster (gemm_exchange.cuh), with the same bits.
 //
 // A thread has four neighbours of one row, a warp a row of 128 columns. What it reads is on its way
 // before the first number is used.
@@ -152,31 +152,23 @@ __device__ __forceinline__ void finish_four(float (&v)[4], const FinishParams& p
   write(result, p.out, row, col, left);
 }
 
-// Where p.plain, of at most kAtOnce parts: one row after another, `step` apart, up to `end`. NOTE:
-// at the end of a kernel this takes 1.5 us less than the same by finish_four(): a few instructions
-// in a row instead of a few here and there, each of which has to be fetched.
-template <class Sums>
-__device__ __forceinline__ void finish_plain(const FinishParams& p, int row, int step, int end,
-                                             int col, const Sums& sums) {
-  if (col >= p.n) return;
-  with_type(p.out.dtype, [&]<class T>(T) {
-    T* to = static_cast<T*>(p.out.at) + row * p.out.ld + col;
-#pragma unroll 1
-    for (; row < end; row += step, to += step * p.out.ld) {
-      float4 v = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
-      float4 x[kAtOnce];
+// The same of kFinishRows rows x 16 columns of a warp: lane 16 a + 2 r + b has the sums of four
+// neighbours of row r from column 8 a + 4 b on.
+__device__ __forceinline__ void finish_unit(const float4& sum, const FinishParams& p, int row,
+                                            int col, int lane) {
+  float v[4] = {};
+  if (row < p.m && col < p.n) finish_four(v, p, row, col, p.n - col, [&](int) { return sum; });
+  if (p.bias_grad == nullptr) return;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (i < p.parts) x[i] = sums(i, row, col);
-      }
+  for (int i = 0; i < 4; ++i) {
+    const float own = v[i];
+    const int first = lane & 17;
+    v[i] = __shfl_sync(~0u, own, first);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (i < p.parts) v.x += x[i].x, v.y += x[i].y, v.z += x[i].z, v.w += x[i].w;
-      }
-      *reinterpret_cast<Four<T>*>(to) = {
-          {static_cast<T>(v.x), static_cast<T>(v.y), static_cast<T>(v.z), static_cast<T>(v.w)}};
-    }
-  });
+    for (int r = 1; r < kFinishRows; ++r) v[i] += __shfl_sync(~0u, own, first + 2 * r);
+    if (lane == first && col + i < p.n)
+      p.bias_grad[static_cast<int64_t>(row / kFinishRows) * p.n + col + i] = v[i];
+  }
 }
 
 using FinishSums = float[kFinishRows][kFinishColumns];

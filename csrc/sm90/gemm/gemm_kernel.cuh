@@ -183,9 +183,14 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   }
 }
 
-template <class Config, EpilogueKind kEpilogue, class Params>
+struct NoSums {
+  __device__ void operator()(const float (&)[64]) const {}
+};
+// EpilogueKind::sums: take(sums of a thread) behind the one block.
+template <class Config, EpilogueKind kEpilogue, class Params, class Take = NoSums>
 __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
-                                        const Smem<Config>& smem, int rank, int math) {
+                                        const Smem<Config>& smem, int rank, int math,
+                                        const Take& take = {}) {
   using Schedule = ScheduleOf<Config, Params>;
   using Promotion = typename Config::Promotion;
   static_assert(!Schedule::kDynamic || Config::kSlots <= 2, "a block may store nothing by slots");
@@ -294,6 +299,12 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
         w.wave = wave;
         epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
       }
+    } else if constexpr (kEpilogue == EpilogueKind::sums) {
+      // NOTE: there is one block, and the loop ends here, or the compiler would think that warps
+      // which part behind the steps part in them, and have nothing in uniform registers.
+      take(sum[0]);
+      turns.end();
+      return;
     } else {
       w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
 #pragma unroll

@@ -82,6 +82,12 @@ Status launch_codes_e5m2(const GemmArgs& args, bool lhs_comes, const Device& dev
 // K in parts. The workspace holds their sums, fp32 [parts, rows, pitch], and behind them partial
 // sums of the bias gradient, [ceil(M / kFinishRows), N].
 inline constexpr int kFinishRows = 8;
+// Units of kFinishRows rows that a cluster of so many CTAs ends between them (gemm_exchange.cuh):
+// whether each has room for what it is sent. Of seven, two would end three units.
+inline constexpr int kUnits = 128 / kFinishRows;
+constexpr bool exchange_fits(int parts) {
+  return (kUnits + parts - 1) / parts * (parts - 1) <= kUnits;
+}
 struct SplitSums {
   int64_t rows, pitch;  // whole waves; whole 16 bytes
   int64_t bytes;

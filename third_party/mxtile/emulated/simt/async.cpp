@@ -90,6 +90,22 @@ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar, uint
     if ((mask >> rank & 1) != 0) copy(map_to(to, rank), map_to(bar, rank));
 }
 
+void bulk_send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
+  uint8_t* const dest = place(to, bytes, 16);
+  const uint8_t* const source = place(from, bytes, 16);
+  place(bar, 8, 8);
+  if (bytes % 16 != 0) fail("a bulk copy of other than whole 16 bytes");
+  if (to >> kRankShift != bar >> kRankShift) fail("a bulk copy counts at another CTA's barrier");
+  Cta &cta = cta_of(to), &mine = *self().cta;
+  std::memset(dest, kPoison, bytes);
+  ++mine.going;
+  later(&cta, [=, &cta, &mine] {
+    --mine.going;
+    std::memcpy(dest, source, bytes);
+    mbarrier_bytes(cta, bar, bytes);
+  });
+}
+
 void send(uint32_t to, const void* value, uint32_t bytes, uint32_t bar) {
   uint8_t* const dest = place(to, bytes, bytes);
   place(bar, 8, 8);

@@ -16,6 +16,8 @@ void copy_async_wait_all();            // what no group has, too
 // cp.async.bulk to shared memory of this CTA.
 // To the CTAs in `mask` (0: this one).
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar, uint32_t mask = 0);
+// cp.async.bulk from shared memory of this CTA to that of another one.
+void bulk_send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar);
 // st.async: `bytes` of `value` (4, 8 or 16).
 void send(uint32_t to, const void* value, uint32_t bytes, uint32_t bar);
 

@@ -157,6 +157,8 @@ void leave_kernel(Thread& me) {
   check_cluster(*cta.cluster);
   if (cta.alive == 0 && cta.coming != 0)
     fail("the CTA left while something was on its way to its shared memory");
+  if (cta.alive == 0 && cta.going != 0)
+    fail("the CTA left while another one was still to be sent its shared memory");
   if (cta.cluster->alive == 0) machine.finished = true;
 }
 

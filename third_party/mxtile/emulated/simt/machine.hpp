@@ -108,6 +108,7 @@ struct Cta {
   std::vector<Thread*> threads;
   int alive = 0;
   int coming = 0;  // asynchronous writes on their way to its shared memory
+  int going = 0;   // copies that have still to read it for another CTA
 
   Cta();
   ~Cta();

@@ -9,6 +9,7 @@
 #include "mxtile/sm90/convert.cuh"
 #include "mxtile/sm90/copy_async.cuh"
 #include "mxtile/sm90/mma.cuh"
+#include "mxtile/sm90/multicast.cuh"
 #include "mxtile/sm90/shared.cuh"
 #include "mxtile/sm90/tensor_map.h"
 #include "mxtile/sm90/tma.cuh"
@@ -156,6 +157,32 @@ void test_exchange() {
     uint32_t to[4];
     launch(4, 32, 4, size_t{0}, exchange, to);
     check(to[0] == 4321 && to[3] == 4321, "remote stores");
+  }
+}
+
+// Every CTA copies 16 bytes to the next one, and stays until they were read, or does not.
+void pass_on(uint4* to, bool stays) {
+  auto& data = simt::shared_variable<uint4[2]>([] {});
+  auto& bar = simt::shared_variable<uint64_t>([] {});
+  const uint32_t rank = tile::cluster_rank();
+  tile::mbar_init(&bar, 1);
+  tile::mbar_init_fence();
+  data[0] = uint4{rank, 1, 2, 3};
+  tile::cluster_sync();
+  tile::bulk_send(tile::smem_addr(data + 1), tile::smem_addr(data), 16, tile::smem_addr(&bar),
+                  (rank + 1) % 4);
+  tile::mbar_arrive_expect(&bar, 16);
+  tile::mbar_wait_sent(&bar, 0);
+  to[rank] = data[1];
+  if (stays) tile::cluster_sync();
+}
+
+void test_copies_to_others() {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    simt::set_seed(seed);
+    std::vector<uint4> to(4);
+    launch(4, 1, 4, size_t{0}, pass_on, to.data(), true);
+    check(to[1].x == 0 && to[0].x == 3 && to[2].w == 3, "copies to other CTAs");
   }
 }
 
@@ -367,6 +394,8 @@ void test_mistakes() {
   refused("on their way", 1, 32, 1, size_t{0}, leaves_early,
           static_cast<const uint4*>(from.data()));
   refused("a CTA that has left", 2, 32, 2, size_t{0}, leaves_cluster);
+  std::vector<uint4> sent(4);
+  refused("was still to be sent", 4, 1, 4, size_t{0}, pass_on, sent.data(), false);
   refused("wait in vain", 1, 32, 1, size_t{0}, waits_for_nothing,
           static_cast<const uint32_t*>(&flag));
   launch(4, 32, 1, size_t{0}, later_cta, &flag);
@@ -398,6 +427,7 @@ int main() {
   test_ring();
   test_cp_async();
   test_exchange();
+  test_copies_to_others();
   test_tiles();
   test_products();
   test_small_products();

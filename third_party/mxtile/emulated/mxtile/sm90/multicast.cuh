@@ -10,4 +10,8 @@ inline void bulk_load_multicast(uint32_t smem, const void* gmem, uint32_t bytes,
   simt::bulk_load(smem, gmem, bytes, bar, mask);
 }
 
+inline void bulk_send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar, uint32_t cta) {
+  simt::bulk_send(simt::map_to(to, cta), from, bytes, simt::map_to(bar, cta));
+}
+
 }  // namespace mxtile::sm90
