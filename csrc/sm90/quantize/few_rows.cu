@@ -86,11 +86,11 @@ __device__ __forceinline__ uint32_t shared_word(uint32_t e) {
 template <class T, int kCtas, int kThreads>
 __device__ __forceinline__ void quantize_tile(const Params& p, const Place<kCtas>& at,
                                               Said<kCtas, kThreads>& said) {
-  constexpr int kRows = kThreads / 16, kOwn = 128 / kCtas;  // at a time, and of the CTA
-  constexpr int kTurns = kOwn / kRows;                      // rows of a thread
+  constexpr int kRows = kThreads / 16, kMine = 128 / kCtas;  // at a time, and of the CTA
+  constexpr int kTurns = kMine / kRows;                      // rows of a thread
   const int lane = threadIdx.x % 16, rank = kCtas == 1 ? 0 : static_cast<int>(tile::cluster_rank());
   const auto [rt, step] = at;
-  const int r0 = rank * kOwn + static_cast<int>(threadIdx.x) / 16;
+  const int r0 = rank * kMine + static_cast<int>(threadIdx.x) / 16;
   const int rows = p.rows - rt * 128, k = step * 128 + lane * 8;
   tile::await_predecessors();
   EightValues<T, kFmt, true, false, false> x[kTurns];
@@ -132,9 +132,9 @@ __device__ __forceinline__ void quantize_tile(const Params& p, const Place<kCtas
   const bool pads = rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0;
   // A thread has words of four rows, one of the last CTA those behind them.
   const auto tell = [&](int cls) {
-    const bool ends = threadIdx.x == kOwn / 4;
-    if (threadIdx.x > kOwn / 4 || (ends && rank != kCtas - 1)) return;
-    uint4* const to = reinterpret_cast<uint4*>(words) + rank * (kOwn / 4) + threadIdx.x;
+    const bool ends = threadIdx.x == kMine / 4;
+    if (threadIdx.x > kMine / 4 || (ends && rank != kCtas - 1)) return;
+    uint4* const to = reinterpret_cast<uint4*>(words) + rank * (kMine / 4) + threadIdx.x;
     if (ends || cls == 0) {
       const uint32_t word = shared_word(exponent);
       *to = ends ? make_uint4(cls, exponent, 0, 0) : make_uint4(word, word, word, word);
@@ -183,10 +183,10 @@ __device__ __forceinline__ void quantize_tile(const Params& p, const Place<kCtas
 template <class T, int kCtas, int kThreads>
 __device__ __forceinline__ void quantize_factors(const Params& p, const Place<kCtas>& at) {
   using In = Input<T>;
-  constexpr int kRows = kThreads / 16, kOwn = 128 / kCtas, kTurns = kOwn / kRows;
+  constexpr int kRows = kThreads / 16, kMine = 128 / kCtas, kTurns = kMine / kRows;
   const int lane = threadIdx.x % 16;
   const auto [rt, step] = at;
-  const int r0 = static_cast<int>(blockIdx.x) % kCtas * kOwn + static_cast<int>(threadIdx.x) / 16;
+  const int r0 = static_cast<int>(blockIdx.x) % kCtas * kMine + static_cast<int>(threadIdx.x) / 16;
   const int left = p.rows - rt * 128 - r0, k = step * 128 + lane * 8;
   tile::await_predecessors();
   EightValues<T, kFmt, true, false, true> x[kTurns];
