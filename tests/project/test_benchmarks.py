@@ -113,6 +113,7 @@ CUDA_ROWS = {
         "decode fp8_block": (1.4, 2.0),
         "decode nvfp4": (1.8, 2.8),
     },
+    "frozen_cuda": {"frozen mxfp8": (1.2, 1.8), "frozen mxfp4": (1.0, 1.6)},
     "triton_cuda": {
         **{f"Triton {fmt} both": (0.7, None) for fmt in bench_triton_cuda.BOTH},
         "Triton mxfp8_e4m3 x mxfp8_e4m3": None,  # beside dot_scaled, of which a CPU has none
