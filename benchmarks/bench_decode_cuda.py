@@ -119,6 +119,17 @@ def dot_scaled(
     return best
 
 
+def call_of(layers: list[nn.Module], name: str, x: Tensor) -> Call:
+    """Call i is that of layer i, in turn, under the recipe of this name, or in bf16."""
+    recipe = RECIPES.get(name)
+
+    def call(i: int) -> Tensor:
+        with torch.no_grad(), te_mx.autocast(enabled=recipe is not None, recipe=recipe):
+            return layers[i % len(layers)](x)
+
+    return call
+
+
 def decode(context: GpuContext) -> Iterator[Row]:
     """y = x @ w^T of bf16 x, without a bias. Where humming-kernels are installed, they compile all
     that they run of a shape before."""
@@ -145,12 +156,7 @@ def decode(context: GpuContext) -> Iterator[Row]:
             x = context.randn(m, k, seed=m)
             calls: dict[str, Call] = {}
             for name, given in layers.items():
-                recipe = RECIPES.get(name)
-
-                def call(i: int, given=given, recipe=recipe, x=x) -> torch.Tensor:
-                    with torch.no_grad(), te_mx.autocast(enabled=recipe is not None, recipe=recipe):
-                        return given[i % len(given)](x)
-
+                call = call_of(given, name, x)
                 calls[name] = captured(call, sets, context.device, CALLS)
                 if name in ("mxfp8", "mxfp4") and m in SCALED_TOKENS:
                     peer = dot_scaled(context, given, x, call(0))

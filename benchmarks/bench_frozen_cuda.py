@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import te_mx
-from benchmarks.bench_decode_cuda import RECIPES
+from benchmarks.bench_decode_cuda import RECIPES, call_of
 from benchmarks.gpu import GpuContext, captured
 from benchmarks.row import Row, Target
-from benchmarks.timing import Call, Effort, interleaved
+from benchmarks.timing import Effort, interleaved
 from te_mx.runtime.kernel_log import LAST_RUN
 
 SHAPES = [  # K, N
@@ -44,15 +44,10 @@ def frozen(context: GpuContext) -> Iterator[Row]:
                 te_mx.freeze_weights(layer, drop_master=True, recipe=RECIPES[name])
         for m in context.pick(ROWS, (3,)):
             x = context.randn(m, k, seed=m)
-            calls: dict[str, Call] = {}
-            for name, given in layers.items():
-                recipe = RECIPES.get(name)
-
-                def call(i: int, given=given, recipe=recipe, x=x) -> torch.Tensor:
-                    with torch.no_grad(), te_mx.autocast(enabled=recipe is not None, recipe=recipe):
-                        return given[i % len(given)](x)
-
-                calls[name] = captured(call, sets, context.device, CALLS)
+            calls = {
+                name: captured(call_of(given, name, x), sets, context.device, CALLS)
+                for name, given in layers.items()
+            }
             effort = context.effort if context.quick else Effort(0.15, 5, 15, 2.0)
             times = interleaved(calls, effort, warm_up=2, clock=context.clock)
             each = CALLS if context.device.type == "cuda" else 1
