@@ -17,7 +17,7 @@ from llama.decoder import EAGER, At, Decoder, add_norm, gated
 FIELDS = {
     "model_type": "llama", "hidden_act": "silu", "hidden_size": 96, "intermediate_size": 160,
     "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 120, "rms_norm_eps": 1e-6,
+    "vocab_size": 120, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
 FAST = EAGER._replace(
     add_norm=kernels.add_norm, gated=kernels.gated, attend=kernels.attend, choose=kernels.choose
