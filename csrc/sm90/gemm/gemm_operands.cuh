@@ -3,9 +3,8 @@
 // A policy says
 //   kLhs, kRhs          what the tensor cores multiply
 //   kLhsBytes<kRows>    shared memory of a stage's codes of so many rows, 128 of K; kRhsBytes alike
-//   Copies<Config>      which copies bring a block's codes, and how many bytes come; load_lhs(..)
-//   and
-//                       load_rhs(..) start those of a stage, one thread calls them
+//   Copies<Config>      which copies bring a block's codes, and how many bytes come; one thread
+//                       calls load_lhs(..) and load_rhs(..), which start those of a stage
 //
 // rhs is E4M3: E5M2, of more range and fewer bits, is for gradients, which are lhs. Codes of 4 bits
 // have a kernel of their own (gemm_codes_kernel.cuh).

@@ -1,7 +1,7 @@
-// Rows of 16-bit numbers, along them alone, to tiles of MXFP8 (te_mx/sm90_layout.h) or to FP8 with
-// factors of 1 x 128: a thread has eight numbers of a row at a time, so that a product of such rows
-// waits for little more than their way through memory. A cluster has a tile where there are few,
-// else a CTA. Classes, words, scales and codes are the quantizer's.
+// Rows of 16-bit numbers, along them alone, to tiles of MXFP8 (te_mx/sm90_layout.h): a thread has
+// eight numbers of a row at a time, so that a product of such rows waits for little more than their
+// way through memory. A cluster has a tile where there are few, else a CTA. Classes, words and
+// codes are the quantizer's.
 #include "quantize/few_rows.h"
 
 #include "common/launch.h"
@@ -23,7 +23,6 @@ struct Params {
   int group_bits;  // 2^group_bits row tiles are walked together
   int64_t ld;
   Packed to;
-  int64_t factors;  // from those of a step of k to the next in `to`; 0: scales of MX
 };
 
 // The tile of a CTA, of which a tile has kCtas; rows as in find_tile() of the quantizer, below 0
@@ -179,55 +178,6 @@ __device__ __forceinline__ void quantize_tile(const Params& p, const Place<kCtas
   }
 }
 
-// The same with a factor for each row, of which nobody else has to know.
-template <class T, int kCtas, int kThreads>
-__device__ __forceinline__ void quantize_factors(const Params& p, const Place<kCtas>& at) {
-  using In = Input<T>;
-  constexpr int kRows = kThreads / 16, kMine = 128 / kCtas, kTurns = kMine / kRows;
-  const int lane = threadIdx.x % 16;
-  const auto [rt, step] = at;
-  const int r0 = static_cast<int>(blockIdx.x) % kCtas * kMine + static_cast<int>(threadIdx.x) / 16;
-  const int left = p.rows - rt * 128 - r0, k = step * 128 + lane * 8;
-  tile::await_predecessors();
-  EightValues<T, kFmt, true, false, true> x[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i)
-    x[i].load(p.in, rt * 128 + r0 + i * kRows, k, i * kRows < left ? p.cols - k : 0);
-  // Of two rows at a time; a lane then has one of them.
-  typename In::Word most = {};
-#pragma unroll
-  for (int i = 0; i < kTurns; i += 2) {
-    auto two = In::larger_halves(x[i].own_most(), x[i + 1].own_most());
-#pragma unroll
-    for (int lanes = 1; lanes < 16; lanes *= 2) two = In::larger(two, In::shuffle_xor(two, lanes));
-    if (lane % kTurns / 2 == i / 2) most = two;
-  }
-  const float2 both = In::magnitudes(most);
-  const Factor f =
-      factor_of_block<kFmt>(lane % 2 == 0 ? both.x : both.y, p.in.epsilon, p.in.power_of_two);
-  if (lane < kTurns) {
-    const int r = lane * kRows;
-    float* const to = reinterpret_cast<float*>(p.to.scales) + step * p.factors + rt * 128 + r0 + r;
-    *to = r < left ? f.scale : 1.0f;
-    if (rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0) to[128] = 1.0f;
-  }
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const uint2 codes = x[i].codes_by(__shfl_sync(~0u, f.factor, i, 16));
-    const int r = i * kRows;
-    if (r < left && k < static_cast<int>(p.ld))
-      *reinterpret_cast<uint2*>(p.to.codes + (int64_t{rt} * 128 + r0 + r) * p.ld + k) = codes;
-  }
-}
-
-template <class T, int kCtas, int kThreads>
-__device__ __forceinline__ void quantize_rows(const Params& p, Said<kCtas, kThreads>& said) {
-  const Place<kCtas> at(p);
-  if (at.rt < 0) return;
-  if (p.factors == 0) return quantize_tile<T>(p, at, said);
-  quantize_factors<T, kCtas, kThreads>(p, at);
-}
-
 // kAtOnce: CTAs of an SM.
 template <int kCtas, int kThreads, int kAtOnce>
 __global__ void __launch_bounds__(kThreads, kAtOnce)
@@ -243,28 +193,31 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   if constexpr (kCtas > 1) tile::cluster_sync();
   using tile::touch;
   touch(p.in.x), touch(p.in.carry), touch(p.rows), touch(p.ld), touch(p.to.codes);
+  const Place<kCtas> at(p);
+  if (at.rt < 0) return;
   if (p.in.dtype == DType::f16) {
-    quantize_rows<__half>(p, said);
+    quantize_tile<__half>(p, at, said);
   } else {
-    quantize_rows<__nv_bfloat16>(p, said);
+    quantize_tile<__nv_bfloat16>(p, at, said);
   }
 }
 
-// factors: as in Params.
-Status launch(const QuantizeTask& q, float epsilon, int64_t factors) {
+}  // namespace
+
+Status quantize_few_rows(const QuantizeTask& q) {
   const int64_t row_tiles = (q.rows + kTile - 1) / kTile, steps = (q.cols + kTile - 1) / kTile;
   const int64_t tiles = row_tiles * steps;
-  if (q.x_dtype == DType::f32 || q.element != kFmt || q.row_packed.codes == nullptr ||
-      q.col_packed.codes != nullptr || q.col_codes != nullptr || q.col_sum != nullptr ||
-      q.cols % 8 != 0 || q.x_stride % 8 != 0 || reinterpret_cast<uintptr_t>(q.x) % 16 != 0 ||
-      tiles > kMost)
+  if (q.x_dtype == DType::f32 || !is_power_rule(q.rule) || q.spread > kMaxSpread ||
+      q.element != kFmt || q.row_packed.codes == nullptr || q.col_packed.codes != nullptr ||
+      q.col_codes != nullptr || q.col_sum != nullptr || q.cols % 8 != 0 || q.x_stride % 8 != 0 ||
+      reinterpret_cast<uintptr_t>(q.x) % 16 != 0 || tiles > kMost)
     return Status::unsupported;
   Params p{};
   p.in.x = q.x, p.in.ld = q.x_stride, p.in.dtype = q.x_dtype;
-  set_rule(p.in, q.rule, epsilon);
+  set_rule(p.in, q.rule, 0.0f);
   p.rows = static_cast<int>(q.rows), p.cols = static_cast<int>(q.cols);
   p.row_tiles = static_cast<int>(row_tiles), p.spread = q.spread;
-  p.ld = packed_ld(q.cols), p.to = q.row_packed, p.factors = factors;
+  p.ld = packed_ld(q.cols), p.to = q.row_packed;
   while (p.group_bits < 3 && (1 << p.group_bits) < row_tiles) ++p.group_bits;
   const auto grid = [&](int ctas) {
     return dim3(static_cast<unsigned>((steps * ctas) << p.group_bits),
@@ -273,17 +226,6 @@ Status launch(const QuantizeTask& q, float epsilon, int64_t factors) {
   if (tiles > kShared)
     return launch_early(few_rows_kernel<1, 512, 3>, {grid(1), dim3(512), q.stream}, p);
   return launch_early(few_rows_kernel<4, 256, 4>, {grid(4), dim3(256), q.stream, 0, 4}, p);
-}
-
-}  // namespace
-
-Status quantize_few_rows(const QuantizeTask& q) {
-  if (!is_power_rule(q.rule) || q.spread > kMaxSpread) return Status::unsupported;
-  return launch(q, 0.0f, 0);
-}
-
-Status quantize_few_factors(const QuantizeTask& q, float epsilon) {
-  return launch(q, epsilon, packed_tiles(q.rows) * kTile);
 }
 
 }  // namespace te_mx::sm90
